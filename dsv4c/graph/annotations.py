@@ -1,0 +1,124 @@
+"""Typed entries of `node.meta`: what later stages need to know and the graph itself does not say.
+
+One key a type, read and written only through the functions here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dsv4c.checkpoint.config import ModelConfig
+from dsv4c.checkpoint.formats import Encoding
+from dsv4c.step_abi import Input, LaunchFlag, StateKind
+
+Numerics = Literal["exact", "reference"]
+Part = Literal["values", "codes", "scales"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A weight: the checkpoint tensors it is made of, and which part of them.
+
+    `sources` are official names, concatenated along the rows; with `experts` > 0 they hold an `{expert}` field and the
+    parameter stacks that many. `part` is "values" while the graph computes with decoded numbers, "codes" and "scales"
+    once `quantize_weights` has decided the storage. `block` is the scale block of the stored codes; the rows of it may
+    be fewer than in the checkpoint, where a merged matrix needs scales that do not straddle two sources.
+    """
+
+    sources: tuple[str, ...]
+    rows: tuple[int, ...]
+    encoding: Encoding
+    block: tuple[int, int] | None
+    part: Part = "values"
+    experts: int = 0
+
+    def source_names(self, expert: int | None = None) -> list[str]:
+        """The checkpoint tensors, of one expert where the parameter is a stack."""
+        if not self.experts:
+            return list(self.sources)
+        chosen = range(self.experts) if expert is None else (expert,)
+        return [name.format(expert=e) for e in chosen for name in self.sources]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A small table the graph computes with (rotary frequencies), stored among the weights as float32."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class StatePlane:
+    """A state tensor: `rows` rows a slot or a block, each standing for `ratio` positions."""
+
+    kind: StateKind
+    rows: int
+    ratio: int
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """What a graph was built from; in `gm.meta`. `symbols` maps the sympy names of the symbolic sizes to T, R, S, B, M."""
+
+    config: ModelConfig
+    numerics: Numerics
+    symbols: dict[str, str]
+    block_tokens: int
+
+
+def set_info(gm: GraphModule, info: GraphInfo) -> None:
+    gm.meta["dsv4_info"] = info
+
+
+def get_info(gm: GraphModule) -> GraphInfo:
+    info = gm.meta["dsv4_info"]
+    assert isinstance(info, GraphInfo)
+    return info
+
+
+Placeholder = Parameter | Constant | StatePlane | Input
+
+
+def set_placeholder(node: Node, what: Placeholder) -> None:
+    """Say what a placeholder stands for."""
+    node.meta["dsv4_placeholder"] = what
+
+
+def get_placeholder(node: Node) -> Placeholder:
+    what = node.meta["dsv4_placeholder"]
+    assert isinstance(what, Parameter | Constant | StatePlane | Input)
+    return what
+
+
+def get_parameter(node: Node) -> Parameter | None:
+    """The weight a node is, None for any other node."""
+    what = node.meta.get("dsv4_placeholder")
+    return what if isinstance(what, Parameter) else None
+
+
+def set_layer(node: Node, layer: int | None) -> None:
+    node.meta["dsv4_layer"] = layer
+
+
+def get_layer(node: Node) -> int | None:
+    layer = node.meta.get("dsv4_layer")
+    assert layer is None or isinstance(layer, int)
+    return layer
+
+
+def set_flags(node: Node, flags: LaunchFlag) -> None:
+    """When the launch of this node runs; unset: always."""
+    node.meta["dsv4_flags"] = flags
+
+
+def get_flags(node: Node) -> LaunchFlag:
+    return LaunchFlag(node.meta.get("dsv4_flags", 0))
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The fake tensor of a node with one tensor result."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), node
+    return value
