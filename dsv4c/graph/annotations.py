@@ -31,6 +31,7 @@ class Parameter:
     rows: tuple[int, ...]
     encoding: Encoding
     block: tuple[int, int] | None
+    float_scales: bool = False  # float32 scales instead of exponents
     part: Part = "values"
     experts: int = 0
 
@@ -122,3 +123,48 @@ def value_of(node: Node) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), node
     return value
+
+
+@dataclass(frozen=True)
+class PlannedPlane:
+    """One state plane as it lies in memory: rows of `row_bytes`, `rows` of them a slot or a block."""
+
+    name: str
+    kind: StateKind
+    layer: int | None
+    rows: int
+    ratio: int
+    row_bytes: int
+    dtype: torch.dtype
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes a slot or a block takes in this plane."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The state planes in the order of the graph; what `plan_state` decided."""
+
+    planes: tuple[PlannedPlane, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes a slot takes whatever its length."""
+        return sum(plane.unit_bytes for plane in self.planes if plane.kind is StateKind.SLOT)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes a block of `GraphInfo.block_tokens` positions takes."""
+        return sum(plane.unit_bytes for plane in self.planes if plane.kind is StateKind.BLOCK)
+
+
+def set_state_layout(gm: GraphModule, layout: StateLayout) -> None:
+    gm.meta["dsv4_state_layout"] = layout
+
+
+def get_state_layout(gm: GraphModule) -> StateLayout:
+    layout = gm.meta["dsv4_state_layout"]
+    assert isinstance(layout, StateLayout)
+    return layout

@@ -1,5 +1,7 @@
 """The numbers behind a placeholder: decoded values, stored codes or scales of its checkpoint tensors."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,21 @@ STORED_DTYPE = {
     Encoding.FP8_BLOCK: torch.float8_e4m3fn,
     Encoding.FP4_GROUP: torch.float4_e2m1fn_x2,
 }
+
+
+def part_dtype(parameter: Parameter) -> torch.dtype:
+    """The dtype of the codes or the scales of a stored weight."""
+    if parameter.part == "scales":
+        return torch.float32 if parameter.float_scales else torch.float8_e8m0fnu
+    return STORED_DTYPE[parameter.encoding]
+
+
+def unstraddled_block(block: tuple[int, int] | None, rows: tuple[int, ...]) -> tuple[int, int] | None:
+    """The scale block of sources of `rows` stacked into one matrix: none may straddle the border of two sources."""
+    if block is None:
+        return None
+    borders = [sum(rows[:i]) for i in range(1, len(rows))]
+    return math.gcd(block[0], *borders), block[1]
 
 
 def scale_rows(scales: Tensor, rows: int, block_rows: int, wanted: int) -> Tensor:

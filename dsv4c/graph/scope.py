@@ -14,6 +14,7 @@ from dsv4c.checkpoint.formats import Encoding
 from dsv4c.errors import GraphError
 from dsv4c.graph.annotations import Constant, Numerics, Parameter, Placeholder, StatePlane, set_layer, set_placeholder
 from dsv4c.graph.emit import Emitter
+from dsv4c.graph.parameters import unstraddled_block
 from dsv4c.graph.rotary import layer_frequencies
 from dsv4c.step_abi import LaunchFlag, StateKind
 
@@ -148,19 +149,19 @@ class LayerScope(Emitter):
     ) -> Node:
         storage = {self._storage(source.format(expert=e)) for source in sources for e in range(max(experts, 1))}
         if len(storage) != 1:
-            found = ", ".join(sorted(encoding.value for encoding, _ in storage))
+            found = ", ".join(sorted({encoding.value for encoding, _, _ in storage}))
             raise GraphError(
                 f"{sources[0]} and its neighbours are stored in several formats ({found}); one matrix needs one",
                 hint="convert the checkpoint so that all experts of a layer share a format",
             )
-        encoding, block = storage.pop()
-        what = Parameter(sources, rows, encoding, block, "values", experts)
+        encoding, block, float_scales = storage.pop()
+        what = Parameter(sources, rows, encoding, unstraddled_block(block, rows), float_scales, "values", experts)
         path = self._official(name).removesuffix(".weight")
         return self.model.placeholders.add("p_" + path.replace(".", "_"), what, shape, dtype, self.layer)
 
-    def _storage(self, name: str) -> tuple[Encoding, tuple[int, int] | None]:
+    def _storage(self, name: str) -> tuple[Encoding, tuple[int, int] | None, bool]:
         info = self.model.weights[name]
-        return info.encoding, info.block
+        return info.encoding, info.block, info.scales is not None and info.scales.dtype == "F32"
 
     def frequencies(self, *, compressed: bool) -> Node:
         """The rotary frequencies of a layer, float32 [rotary_dim / 2]."""

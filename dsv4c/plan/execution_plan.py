@@ -1,0 +1,124 @@
+"""The execution plan: what the runtime does for one step, as data.
+
+A plan is a list of launches per bucket over one arena, the layout of the weights and of the state. It can be printed,
+run in Python on the reference bodies (`reference_run.py`), costed, and written into an engine.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4c.graph.annotations import Constant, Parameter, StateLayout
+from dsv4c.step_abi import BucketKind, Dim, DType, LaunchFlag, Space
+
+# A stride that depends on a symbolic size: dense over the dimensions after it.
+DENSE = -1
+
+DTYPES: dict[torch.dtype, DType] = {
+    torch.float32: DType.F32,
+    torch.bfloat16: DType.BF16,
+    torch.float16: DType.F16,
+    torch.float8_e4m3fn: DType.F8E4M3,
+    torch.float8_e8m0fnu: DType.F8E8M0,
+    torch.uint8: DType.U8,
+    torch.int8: DType.I8,
+    torch.int32: DType.I32,
+    torch.int64: DType.I64,
+    torch.float4_e2m1fn_x2: DType.F4E2M1X2,
+}
+TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor of a launch: where it lies, and its shape as the kernel sees it.
+
+    `offset` is in bytes from the start of the space (of the plane, input or output that `index` names). `dims` says
+    which sizes only the run knows; `sizes` then holds the capacity of the bucket (0 where the session decides).
+    """
+
+    space: Space
+    dtype: DType
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dims: tuple[Dim, ...]
+    index: int = 0
+
+
+Arg = TensorRef | int | float | None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call: the arguments of the operator's schema, then its outputs."""
+
+    kernel: str
+    name: str
+    layer: int | None
+    flags: LaunchFlag
+    args: tuple[Arg, ...]
+    outputs: tuple[TensorRef, ...]
+    bytes_moved: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The launches for steps of up to `tokens` rows. `unshared_bytes` is the arena without reuse of memory."""
+
+    kind: BucketKind
+    tokens: int
+    launches: tuple[Launch, ...]
+    arena_bytes: int
+    unshared_bytes: int
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    name: str
+    buckets: tuple[BucketPlan, ...]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes of the weight space that come from one source: a part of a checkpoint tensor, or a constant."""
+
+    offset: int
+    size_bytes: int
+    source: str  # official name, empty for a constant
+    what: Parameter | Constant
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Where every weight lies. Extents ascend and do not overlap; the gaps are zero."""
+
+    extents: tuple[Extent, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """All that the runtime needs besides the weights' bytes."""
+
+    entry_points: tuple[EntryPoint, ...]
+    weights: WeightLayout
+    state: StateLayout
+    vocab_size: int
+    hidden_size: int
+    layer_count: int
+    max_context: int
+    block_tokens: int
+    rollback_rows: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The operators that the launches use, sorted."""
+        return tuple(sorted({launch.kernel for bucket in self.buckets for launch in bucket.launches}))
+
+    @property
+    def buckets(self) -> tuple[BucketPlan, ...]:
+        return tuple(bucket for entry in self.entry_points for bucket in entry.buckets)
