@@ -19,7 +19,9 @@ def attention(scope: LayerScope, layer: LayerConfig, x: Node) -> Node:
 
     latent = scope.linear("q_a", x, "attn.wq_a.weight", config.q_lora_rank, config.hidden_size)
     latent = scope.norm("q_latent", latent, "attn.q_norm.weight", config.q_lora_rank)
-    q = scope.linear("q_b", latent, "attn.wq_b.weight", config.num_attention_heads * config.head_dim, config.q_lora_rank)
+    q = scope.linear(
+        "q_b", latent, "attn.wq_b.weight", config.num_attention_heads * config.head_dim, config.q_lora_rank
+    )
     q = scope.call("q_heads", aten.reshape.default, q, [-1, config.num_attention_heads, config.head_dim])
     q = scope.norm("q_normed", q, None, config.head_dim)
     q = scope.call("q", dsv4.rope.default, q, inputs.positions, freqs, False)
@@ -62,9 +64,7 @@ def attention(scope: LayerScope, layer: LayerConfig, x: Node) -> Node:
     return _project_out(scope, out)
 
 
-def _compress(
-    scope: LayerScope, layer: LayerConfig, x: Node, freqs: Node, prefix: str, width: int, plane: str
-) -> Node:
+def _compress(scope: LayerScope, layer: LayerConfig, x: Node, freqs: Node, prefix: str, width: int, plane: str) -> Node:
     """Update the open groups and the compressed entries of `prefix`; returns the entries plane."""
     config, inputs = scope.config, scope.inputs
     overlap = layer.kind is LayerKind.CSA

@@ -153,7 +153,9 @@ def _moe(scope: LayerScope, x: Node, hash_routed: bool) -> Node:
         ids = moe.choose_by_score(scope, scores, bias, config)
     weights = moe.route_weights(scope, scores, ids, config)
     expert = "ffn.experts.{expert}"
-    w13 = scope.expert_parameter("ffn.experts.w13", (f"{expert}.w1.weight", f"{expert}.w3.weight"), (inner, inner), hidden)
+    w13 = scope.expert_parameter(
+        "ffn.experts.w13", (f"{expert}.w1.weight", f"{expert}.w3.weight"), (inner, inner), hidden
+    )
     w2 = scope.expert_parameter("ffn.experts.w2", (f"{expert}.w2.weight",), (hidden,), inner)
     routed = moe.routed_experts(scope, x, ids, weights, w13, w2, config, scope.act_dtype)
     width = inner * config.n_shared_experts

@@ -48,7 +48,9 @@ def mix(
     logits = _mixer_logits(emit, name, streams, fn, config)
     pre = emit.call(f"{name}_pre_sig", aten.sigmoid.default, _affine(emit, f"{name}_pre", logits, scale, base, 0, 0, n))
     pre = emit.call(f"{name}_pre", aten.add.Tensor, pre, eps)
-    post = emit.call(f"{name}_post_sig", aten.sigmoid.default, _affine(emit, f"{name}_post", logits, scale, base, 1, n, n))
+    post = emit.call(
+        f"{name}_post_sig", aten.sigmoid.default, _affine(emit, f"{name}_post", logits, scale, base, 1, n, n)
+    )
     post = emit.call(f"{name}_post", aten.mul.Tensor, post, 2)
     comb = _affine(emit, f"{name}_comb", logits, scale, base, 2, 2 * n, n * n)
     comb = emit.call(f"{name}_comb_square", aten.reshape.default, comb, [-1, n, n])

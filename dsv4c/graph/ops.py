@@ -214,9 +214,7 @@ def linear(
 
 
 @linear.register_fake
-def _(
-    x: Tensor, weight: Tensor, scales: Tensor | None, block_rows: int, block_cols: int, dtype: torch.dtype
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, scales: Tensor | None, block_rows: int, block_cols: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 

@@ -15,9 +15,7 @@ def plain_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
 def _correction_channel(rotations: float, theta: float, rotary_dim: int, yarn: YarnScaling) -> float:
     """The channel pair that turns `rotations` times over the original context."""
     return (
-        rotary_dim
-        * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi))
-        / (2 * math.log(theta))
+        rotary_dim * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))
     )
 
 

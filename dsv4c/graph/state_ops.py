@@ -350,7 +350,5 @@ def commit_ring(
 
 
 @commit_ring.register_fake
-def _(
-    kv: Tensor, ring: Tensor, ring_scales: Tensor | None, slots: Tensor, positions: Tensor, rotary_dim: int
-) -> None:
+def _(kv: Tensor, ring: Tensor, ring_scales: Tensor | None, slots: Tensor, positions: Tensor, rotary_dim: int) -> None:
     return None

@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 from dsv4c.graph.annotations import Placeholder, StatePlane, get_flags
 from dsv4c.graph.emit import fake_result
 from dsv4c.graph.printer import format_value, target_name
+
 _NAMESPACES = ("aten", "dsv4")
 
 
@@ -36,7 +37,9 @@ def _verify_call(node: Node) -> None:
     assert known, f"%{node.name} calls {target}, which is neither aten nor dsv4"
     expected = _signature(fake_result(target, node.args, node.kwargs))
     found = _signature(node.meta.get("val"))
-    assert found == expected, f"%{node.name} ({target_name(target)}) is annotated {found}, its operator gives {expected}"
+    assert found == expected, (
+        f"%{node.name} ({target_name(target)}) is annotated {found}, its operator gives {expected}"
+    )
     flags = get_flags(node)
     for used in node.all_input_nodes:
         missing = get_flags(used) & ~flags

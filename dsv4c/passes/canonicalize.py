@@ -1,8 +1,8 @@
 """One form for equal things, so that later patterns need not know the variants.
 
-    reshape(x, its own shape)     -> x
-    _to_copy(x, its own dtype)    -> x
-    f(x), later f(x) again        -> the first, for pure aten operators
+reshape(x, its own shape)     -> x
+_to_copy(x, its own dtype)    -> x
+f(x), later f(x) again        -> the first, for pure aten operators
 """
 
 from typing import Any
@@ -47,4 +47,9 @@ def _key(node: Node) -> Any:
             return tuple(frozen(v) for v in value)
         return (type(value), value)
 
-    return node.target, frozen(node.args), tuple((k, frozen(v)) for k, v in sorted(node.kwargs.items())), get_flags(node)
+    return (
+        node.target,
+        frozen(node.args),
+        tuple((k, frozen(v)) for k, v in sorted(node.kwargs.items())),
+        get_flags(node),
+    )

@@ -1,7 +1,7 @@
 """The routed experts, a batched gather in aten, become one operator.
 
-    sum_k bmm(w2[ids], weights * silu(clamp_max(gate)) * clamp(up)), gate, up = split(bmm(w13[ids], x))
-        -> dsv4.moe_ffn(x, ids, weights, w13, None, w2, None, 0, 0, limit, 0)
+sum_k bmm(w2[ids], weights * silu(clamp_max(gate)) * clamp(up)), gate, up = split(bmm(w13[ids], x))
+    -> dsv4.moe_ffn(x, ids, weights, w13, None, w2, None, 0, 0, limit, 0)
 """
 
 from dataclasses import dataclass

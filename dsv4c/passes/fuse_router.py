@@ -1,7 +1,7 @@
 """The router becomes one operator.
 
-    s = sqrt(softplus(l)); ids = topk(s + bias); w = s[ids] / sum * scale -> dsv4.route_topk(l, bias, k, scale)
-    s = sqrt(softplus(l)); ids = table[token];   w = s[ids] / sum * scale -> dsv4.route_hash(l, table, token, scale)
+s = sqrt(softplus(l)); ids = topk(s + bias); w = s[ids] / sum * scale -> dsv4.route_topk(l, bias, k, scale)
+s = sqrt(softplus(l)); ids = table[token];   w = s[ids] / sum * scale -> dsv4.route_hash(l, table, token, scale)
 """
 
 import operator

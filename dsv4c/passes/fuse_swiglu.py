@@ -1,6 +1,6 @@
 """The gate of the shared expert becomes one operator.
 
-    round(silu(clamp_max(gate, limit)) * clamp(up, -limit, limit)) -> dsv4.swiglu(gate, up, limit, dtype)
+round(silu(clamp_max(gate, limit)) * clamp(up, -limit, limit)) -> dsv4.swiglu(gate, up, limit, dtype)
 """
 
 import torch

@@ -11,7 +11,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from dsv4c.errors import PassError
-from dsv4c.graph.annotations import StatePlane, get_info, get_layer, get_placeholder, set_layer, set_placeholder, value_of
+from dsv4c.graph.annotations import (
+    StatePlane,
+    get_info,
+    get_layer,
+    get_placeholder,
+    set_layer,
+    set_placeholder,
+    value_of,
+)
 from dsv4c.graph.state_ops import INDEX_GROUP, packed_row_bytes, packed_scale_bytes
 from dsv4c.passes.pass_manager import PassContext
 

@@ -35,8 +35,10 @@ def _match_args(pattern: Any, found: Any, bound: Binding) -> bool:
             and all(_match_args(p, f, bound) for p, f in zip(pattern, found, strict=True))
         )
     if isinstance(pattern, dict):
-        return isinstance(found, dict) and pattern.keys() == found.keys() and all(
-            _match_args(pattern[key], found[key], bound) for key in pattern
+        return (
+            isinstance(found, dict)
+            and pattern.keys() == found.keys()
+            and all(_match_args(pattern[key], found[key], bound) for key in pattern)
         )
     return bool(pattern == found)
 

@@ -6,7 +6,15 @@ The result is an annotation of the graph (`StateLayout`); the plan writes it int
 from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
-from dsv4c.graph.annotations import PlannedPlane, StateLayout, StatePlane, get_layer, get_placeholder, set_state_layout, value_of
+from dsv4c.graph.annotations import (
+    PlannedPlane,
+    StateLayout,
+    StatePlane,
+    get_layer,
+    get_placeholder,
+    set_state_layout,
+    value_of,
+)
 from dsv4c.passes.pass_manager import PassContext
 
 

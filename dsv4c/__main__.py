@@ -1,0 +1,7 @@
+"""`python -m dsv4c`: the command line without an installed script."""
+
+import sys
+
+from dsv4c.cli.main import main
+
+sys.exit(main())

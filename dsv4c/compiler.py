@@ -1,0 +1,208 @@
+"""`build_engine`: the stages in order, checkpoint to engine file."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4c.version import VERSION
+from dsv4c.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from dsv4c.engine.goldens import Goldens
+from dsv4c.engine.plan_section import encode_plan
+from dsv4c.engine.reader import read_engine
+from dsv4c.engine.writer import EngineParts, check_space, write_engine
+from dsv4c.errors import InputError
+from dsv4c.goldens import record_goldens
+from dsv4c.graph.builder import build_graph
+from dsv4c.passes.pass_manager import PassContext, run_passes
+from dsv4c.passes.pipeline import build_pipeline
+from dsv4c.plan.execution_plan import ExecutionPlan
+from dsv4c.plan.lowering import lower_graph
+from dsv4c.plan.printer import format_plan
+from dsv4c.plan.reference_run import extent_bytes
+from dsv4c.recipe import Recipe
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What was built. Sizes in bytes; `arena` is that of the largest bucket, with and without reuse of memory."""
+
+    engine: Path
+    digest: str
+    size_bytes: int
+    weight_bytes: int
+    launches_per_step: int
+    kernels: int
+    buckets: int
+    arena_bytes: int
+    arena_unshared_bytes: int
+    state_bytes_per_slot: int
+    state_bytes_per_token: float
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "engine": str(self.engine)}
+
+    def to_text(self) -> str:
+        saved = 1 - self.arena_bytes / self.arena_unshared_bytes
+        lines = [
+            f"engine    {self.engine} ({self.size_bytes / 1e6:.1f} MB, digest {self.digest[:16]})",
+            f"weights   {self.weight_bytes / 1e6:.1f} MB",
+            f"plan      {self.launches_per_step} launches a step, {self.kernels} kernels, {self.buckets} buckets",
+            f"arena     {self.arena_bytes / 1e6:.2f} MB in the largest bucket, {saved:.0%} saved by reuse",
+            f"state     {self.state_bytes_per_slot / 1e6:.2f} MB a slot and {self.state_bytes_per_token:.0f} bytes a token",
+        ]
+        return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
+
+
+def build_engine(
+    checkpoint_path: Path,
+    recipe: Recipe,
+    output: Path,
+    *,
+    dump_dir: Path | None = None,
+    split_weights: bool = False,
+    goldens: bool = True,
+    check_values: bool = True,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """Compile a checkpoint into the engine file `output`.
+
+    Raises the Dsv4cError of the stage that cannot go on; then no file is left. `progress(what, done, total)` is called
+    from the slow stages.
+    """
+    checkpoint = open_checkpoint(checkpoint_path)
+    graph = build_graph(checkpoint.config, checkpoint.weights, recipe.numerics, recipe.rollback_rows)
+    _prepare_dump_dir(dump_dir)
+    graph = run_passes(graph, build_pipeline(), PassContext(recipe.target, recipe, dump_dir))
+    plan = lower_graph(graph, recipe.decode_buckets, recipe.mixed_buckets, recipe.rollback_rows)
+    if dump_dir is not None:
+        (dump_dir / "plan.txt").write_text(format_plan(plan))
+    check_space(output, plan.weights.size_bytes)
+    warnings = list(checkpoint.warnings)
+    if check_values:
+        warnings += checkpoint.check_values(_stage(progress, "checking values"))
+    recorded = None
+    if goldens:
+        count = recipe.golden_tokens
+        recorded = record_goldens(plan, checkpoint, recipe.numerics, count, _stage(progress, "recording goldens"))
+    parts = EngineParts(
+        arch=recipe.target.arch,
+        manifest=_manifest(checkpoint, recipe, plan),
+        plan=encode_plan(plan),
+        tokenizer_files={name: path.read_text() for name, path in checkpoint.tokenizer_files().items()},
+        goldens=recorded.to_dict() if isinstance(recorded, Goldens) else None,
+        weight_bytes=plan.weights.size_bytes,
+    )
+    blocks = weight_blocks(checkpoint, plan, _stage(progress, "writing weights"))
+    write_engine(output, parts, blocks, split_weights=split_weights)
+    return _report(output, plan, warnings)
+
+
+def _stage(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(what, done, total)
+
+
+def _prepare_dump_dir(dump_dir: Path | None) -> None:
+    if dump_dir is None:
+        return
+    try:
+        dump_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the dump folder {dump_dir}: {error.strerror}") from None
+
+
+def weight_blocks(
+    checkpoint: Checkpoint, plan: ExecutionPlan, progress: Callable[[int, int], None] | None = None
+) -> Iterator[memoryview]:
+    """The bytes of the WEIGHTS section in order, one source tensor at a time, its pages dropped after use."""
+    written = 0
+    for number, extent in enumerate(plan.weights.extents):
+        if extent.offset > written:
+            yield memoryview(bytes(extent.offset - written))
+        data = extent_bytes(checkpoint, extent)
+        assert data.numel() == extent.size_bytes, extent
+        yield memoryview(data.numpy())
+        if extent.source:
+            checkpoint.release(extent.source)
+        written = extent.offset + extent.size_bytes
+        if progress is not None:
+            progress(number + 1, len(plan.weights.extents))
+    if written < plan.weights.size_bytes:
+        yield memoryview(bytes(plan.weights.size_bytes - written))
+
+
+def _manifest(checkpoint: Checkpoint, recipe: Recipe, plan: ExecutionPlan) -> dict[str, Any]:
+    """What people and tools read; nothing in it depends on the machine, the clock or a path."""
+    config = checkpoint.config
+    encodings = Counter(info.encoding.value for info in checkpoint.weights.values())
+    return {
+        "dsv4c_version": VERSION,
+        "target": recipe.target.name,
+        "arch": recipe.target.arch,
+        "recipe": recipe.to_dict(),
+        "model": {
+            "model_type": config.model_type,
+            "layers": [
+                {"kind": la.kind.value, "ratio": la.ratio, "hash_routed": la.hash_routed} for la in config.layers
+            ],
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "experts": config.n_routed_experts,
+            "experts_per_token": config.num_experts_per_tok,
+        },
+        "checkpoint": {
+            "digest": checkpoint.digest(),
+            "naming": checkpoint.naming,
+            "tensors": len(checkpoint.weights),
+            "encodings": dict(sorted(encodings.items())),
+        },
+        "draft": {
+            "kind": config.draft.kind if config.draft else None,
+            "tensors": len(checkpoint.draft_weights),
+            "compiled": False,
+        },
+        "passes": [run.__name__ for run in build_pipeline()],
+        "kernels": list(plan.kernels),
+        "buckets": [
+            {
+                "kind": bucket.kind.name.lower(),
+                "tokens": bucket.tokens,
+                "launches": len(bucket.launches),
+                "arena_bytes": bucket.arena_bytes,
+                "arena_unshared_bytes": bucket.unshared_bytes,
+                "bytes_moved": sum(launch.bytes_moved for launch in bucket.launches),
+                "flops": sum(launch.flops for launch in bucket.launches),
+            }
+            for bucket in plan.buckets
+        ],
+        "state": {
+            "block_tokens": plan.block_tokens,
+            "bytes_per_slot": plan.state.slot_bytes,
+            "bytes_per_block": plan.state.block_bytes,
+        },
+        "weight_bytes": plan.weights.size_bytes,
+    }
+
+
+def _report(output: Path, plan: ExecutionPlan, warnings: list[str]) -> BuildReport:
+    reader = read_engine(output)
+    largest = max(plan.buckets, key=lambda bucket: bucket.arena_bytes)
+    return BuildReport(
+        engine=output,
+        digest=reader.digest,
+        size_bytes=output.stat().st_size,
+        weight_bytes=plan.weights.size_bytes,
+        launches_per_step=len(largest.launches),
+        kernels=len(plan.kernels),
+        buckets=len(plan.buckets),
+        arena_bytes=largest.arena_bytes,
+        arena_unshared_bytes=largest.unshared_bytes,
+        state_bytes_per_slot=plan.state.slot_bytes,
+        state_bytes_per_token=plan.state.block_bytes / plan.block_tokens,
+        warnings=warnings,
+    )

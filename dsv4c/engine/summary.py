@@ -1,0 +1,81 @@
+"""`dsv4c inspect` of an engine: every fact of the manifest, and of the file around it, in a readable form."""
+
+from collections import Counter
+from typing import Any
+
+from dsv4c.engine.format import SectionFlag, SectionType
+from dsv4c.engine.reader import EngineReader
+
+
+def engine_summary(reader: EngineReader) -> dict[str, Any]:
+    """The facts as JSON-ready data; checks the digest of each section it reads."""
+    header = reader.header
+    return {
+        "path": str(reader.path),
+        "format_version": header.format_version,
+        "file_bytes": header.file_size,
+        "digest": reader.digest,
+        "world_size": header.world_size,
+        "rank": header.rank,
+        "sections": [
+            {
+                "name": kind.name,
+                "offset": entry.offset,
+                "size_bytes": entry.size,
+                "external": str(reader.weights_path()) if entry.flags & SectionFlag.EXTERNAL else None,
+                "sha256": entry.sha256.hex(),
+            }
+            for kind, entry in sorted(reader.sections.items())
+        ],
+        "has_goldens": reader.has(SectionType.GOLDENS),
+        "tokenizer_files": sorted(reader.tokenizer_files),
+        "manifest": reader.manifest,
+    }
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """The same for a terminal."""
+    manifest = summary["manifest"]
+    model, recipe, state = manifest["model"], manifest["recipe"], manifest["state"]
+    checkpoint, draft = manifest["checkpoint"], manifest["draft"]
+    layers = Counter(f"{la['kind']}/{la['ratio']}" if la["ratio"] else la["kind"] for la in model["layers"])
+    hashed = sum(la["hash_routed"] for la in model["layers"])
+    encodings = ", ".join(f"{count} {name}" for name, count in checkpoint["encodings"].items())
+    lines = [
+        f"engine      {summary['path']}, format {summary['format_version']}, {summary['file_bytes']:,} bytes",
+        f"digest      {summary['digest']}",
+        f"target      {manifest['target']} ({manifest['arch']}), rank {summary['rank']} of {summary['world_size']}",
+        f"built by    dsv4c {manifest['dsv4c_version']}",
+        f"model       {model['model_type']}, hidden {model['hidden_size']}, vocabulary {model['vocab_size']}, "
+        f"context {model['max_position_embeddings']}",
+        f"layers      {len(model['layers'])}: {', '.join(f'{n} {kind}' for kind, n in layers.items())}; "
+        f"{hashed} hash-routed",
+        f"experts     {model['experts']}, {model['experts_per_token']} a token",
+        f"checkpoint  {checkpoint['digest']} ({checkpoint['naming']} naming, {checkpoint['tensors']} tensors)",
+        f"weights     {manifest['weight_bytes']:,} bytes: {encodings}",
+        f"draft       {_draft(draft)}",
+        f"numerics    {recipe['numerics']}, KV {recipe['kv']}, index keys {recipe['index_keys']}",
+        f"state       {state['bytes_per_slot']:,} bytes a slot and {state['bytes_per_block']:,} a block of "
+        f"{state['block_tokens']} tokens",
+        f"passes      {', '.join(manifest['passes'])}",
+        f"kernels     {', '.join(manifest['kernels'])}",
+    ]
+    for bucket in manifest["buckets"]:
+        saved = 1 - bucket["arena_bytes"] / bucket["arena_unshared_bytes"]
+        lines.append(
+            f"bucket      {bucket['kind']:<6} {bucket['tokens']:>4} rows: {bucket['launches']} launches, arena "
+            f"{bucket['arena_bytes']:,} bytes ({saved:.0%} saved), {bucket['bytes_moved']:,} bytes moved, "
+            f"{bucket['flops']:,} FLOPs"
+        )
+    for section in summary["sections"]:
+        where = f"in {section['external']}" if section["external"] else f"at {section['offset']:,}"
+        lines.append(f"section     {section['name']:<9} {section['size_bytes']:>12,} bytes {where}")
+    lines.append(f"tokenizer   {', '.join(summary['tokenizer_files']) or 'none'}")
+    lines.append(f"goldens     {'yes' if summary['has_goldens'] else 'no'}")
+    return "\n".join(lines)
+
+
+def _draft(draft: dict[str, Any]) -> str:
+    if not draft["tensors"]:
+        return "none in the checkpoint"
+    return f"{draft['kind']}, {draft['tensors']} tensors: read, not compiled yet"

@@ -1,0 +1,202 @@
+"""Writing an engine: a temporary file in the same folder, sealed with digests, then renamed.
+
+Nothing that looks like an engine exists before the last byte is on disk. Weights are streamed; memory does not grow
+with their size.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from dsv4c.engine.format import (
+    CHUNK_BYTES,
+    FORMAT_VERSION,
+    MAGIC,
+    SECTION_ALIGN,
+    ChunkHeader,
+    Header,
+    Section,
+    SectionFlag,
+    SectionType,
+)
+from dsv4c.engine.reader import table_digest
+from dsv4c.errors import EngineFormatError
+
+_EXTERNAL_NAME_BYTES = 64
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What goes into an engine besides the weights. `goldens` None: no such section."""
+
+    arch: str
+    manifest: Mapping[str, Any]
+    plan: bytes
+    tokenizer_files: Mapping[str, str]
+    goldens: Mapping[str, Any] | None
+    weight_bytes: int
+
+
+def canonical_json(data: Mapping[str, Any]) -> bytes:
+    """JSON whose bytes depend on the data alone."""
+    return json.dumps(data, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def weights_file(engine: Path) -> Path:
+    """Where `split_weights` puts the weights of an engine."""
+    return engine.with_name(engine.name + ".weights")
+
+
+def _align(offset: int) -> int:
+    return -(-offset // SECTION_ALIGN) * SECTION_ALIGN
+
+
+def engine_size(parts: EngineParts) -> int:
+    """An upper bound of the bytes that `write_engine` needs on disk, weights included."""
+    small = [canonical_json(parts.manifest), parts.plan, canonical_json(parts.tokenizer_files)]
+    if parts.goldens is not None:
+        small.append(canonical_json(parts.goldens))
+    digests = ChunkHeader.LAYOUT.size + 32 * -(-parts.weight_bytes // CHUNK_BYTES)
+    return SECTION_ALIGN + sum(map(_align, map(len, small))) + _align(digests) + parts.weight_bytes
+
+
+def check_space(path: Path, needed_bytes: int) -> None:
+    """Raise EngineFormatError where the folder of `path` has less room than `needed_bytes`."""
+    free = shutil.disk_usage(path.parent).free
+    if free < needed_bytes:
+        raise EngineFormatError(
+            f"{path.parent} has {free / 1e9:.2f} GB free; the engine needs {needed_bytes / 1e9:.2f} GB",
+            hint="free some space or choose another folder with -o",
+        )
+
+
+@contextlib.contextmanager
+def _sealed(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file beside `path` that takes its name when the block ends without an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise EngineFormatError(
+            f"cannot write {path}: {error.strerror or error}", hint="check the free space and the folder's permissions"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _SectionWriter:
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.entries: list[Section] = []
+
+    def add(self, kind: SectionType, data: bytes) -> None:
+        self.entries.append(Section(kind, 0, self.start(), len(data), 0, hashlib.sha256(data).digest()))
+        self.file.write(data)
+
+    def reserve(self, size: int) -> int:
+        """Leave room for a section that is written later; returns its offset."""
+        offset = self.start()
+        self.file.write(bytes(size))
+        return offset
+
+    def start(self) -> int:
+        """Pad to the next section border; returns the offset."""
+        offset = _align(self.file.tell())
+        self.file.write(bytes(offset - self.file.tell()))
+        return offset
+
+
+def _stream_weights(file: IO[bytes], blocks: Iterable[bytes | memoryview], total: int) -> list[bytes]:
+    """Write the weights and return the digest of each chunk."""
+    digests, current, left = [], hashlib.sha256(), CHUNK_BYTES
+    written = 0
+    for block in blocks:
+        view = memoryview(block)
+        file.write(view)
+        written += len(view)
+        while len(view):
+            taken = view[:left]
+            current.update(taken)
+            left -= len(taken)
+            view = view[len(taken) :]
+            if left == 0:
+                digests.append(current.digest())
+                current, left = hashlib.sha256(), CHUNK_BYTES
+    if left != CHUNK_BYTES:
+        digests.append(current.digest())
+    assert written == total, f"weights are {written} bytes, the plan says {total}"
+    return digests
+
+
+def write_engine(
+    path: Path, parts: EngineParts, weights: Iterable[bytes | memoryview], *, split_weights: bool = False
+) -> None:
+    """Write the engine `path`; `weights` yields the WEIGHTS bytes in order, gaps included.
+
+    With `split_weights` they go to a file of their own beside it, which is sealed first. Raises EngineFormatError where
+    there is no room or the file cannot be written; then nothing is left behind.
+    """
+    check_space(path, engine_size(parts))
+    external = weights_file(path) if split_weights else None
+    if external is not None and len(external.name.encode()) >= _EXTERNAL_NAME_BYTES:
+        raise EngineFormatError(
+            f"the weights file would be called {external.name}, more than {_EXTERNAL_NAME_BYTES - 1} bytes",
+            hint="choose a shorter engine name with -o",
+        )
+    if external is None:
+        with _sealed(path) as file:
+            _write(file, parts, weights, None, file)
+        return
+    with _sealed(path) as file:
+        with _sealed(external) as weights_out:
+            _write(file, parts, weights, external.name, weights_out)
+
+
+def _write(
+    file: IO[bytes], parts: EngineParts, weights: Iterable[bytes | memoryview], external: str | None, out: IO[bytes]
+) -> None:
+    count = 5 if parts.goldens is None else 6
+    file.write(bytes(Header.LAYOUT.size + count * Section.LAYOUT.size))
+    sections = _SectionWriter(file)
+    sections.add(SectionType.MANIFEST, canonical_json(parts.manifest))
+    sections.add(SectionType.PLAN, parts.plan)
+    sections.add(SectionType.TOKENIZER, canonical_json(parts.tokenizer_files))
+    chunk_count = -(-parts.weight_bytes // CHUNK_BYTES)
+    chunks_size = ChunkHeader.LAYOUT.size + 32 * chunk_count
+    chunks_offset = sections.reserve(chunks_size)
+    # The goldens come late in the file: they alone may differ between two builds of the same inputs.
+    weights_offset = sections.start() if external is None else 0
+    digests = _stream_weights(out, weights, parts.weight_bytes)
+    if parts.goldens is not None:
+        sections.add(SectionType.GOLDENS, canonical_json(parts.goldens))
+    size = file.tell()
+    header = ChunkHeader(1, 0, CHUNK_BYTES, chunk_count, parts.weight_bytes, (external or "").encode(), b"")
+    chunks = header.pack() + b"".join(digests)
+    assert len(chunks) == chunks_size
+    file.seek(chunks_offset)
+    file.write(chunks)
+    digest = hashlib.sha256(chunks).digest()
+    flags = SectionFlag.EXTERNAL if external else SectionFlag(0)
+    entries = [
+        *sections.entries,
+        Section(SectionType.CHUNKS, 0, chunks_offset, chunks_size, 0, digest),
+        Section(SectionType.WEIGHTS, flags, weights_offset, parts.weight_bytes, 0, digest),
+    ]
+    _seal(file, parts.arch, sorted(entries, key=lambda e: e.type), size)
+
+
+def _seal(file: IO[bytes], arch: str, entries: list[Section], size: int) -> None:
+    table = b"".join(entry.pack() for entry in entries)
+    unsealed = Header(MAGIC, FORMAT_VERSION, len(entries), size, arch.encode().ljust(16, b"\0"), 1, 0, bytes(16))
+    file.seek(0)
+    file.write(replace(unsealed, table_digest=table_digest(unsealed, table)).pack() + table)

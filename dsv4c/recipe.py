@@ -1,0 +1,194 @@
+"""Recipes: the choices of a build, read from a TOML file into frozen, validated fields.
+
+The keys of the file are the fields of `Recipe` (and of `WeightsRecipe` in the table `[weights]`), so what a recipe can
+say is what these classes say. A key that is left out has the default written here.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from dsv4c.errors import RecipeError
+from dsv4c.target import Target, find_target
+
+Numerics = Literal["exact", "reference"]
+WeightEncoding = Literal["stored"]
+KvEncoding = Literal["f32", "fp8"]
+IndexKeyEncoding = Literal["f32", "fp4", "fp8"]
+
+# Rows of a step that a bucket may hold; beyond it the arena outgrows what a step gains.
+MAX_BUCKET_TOKENS = 16384
+# How each setting of `numerics` keeps the KV cache and the index keys unless the recipe says otherwise.
+_STATE_DEFAULTS: Mapping[Numerics, tuple[KvEncoding, IndexKeyEncoding]] = {
+    "exact": ("f32", "f32"),
+    "reference": ("fp8", "fp4"),
+}
+
+
+@dataclass(frozen=True)
+class WeightsRecipe:
+    """How weights lie in the engine: `stored` keeps the checkpoint's encoding bit for bit."""
+
+    experts: WeightEncoding = "stored"
+    dense: WeightEncoding = "stored"
+
+    def __post_init__(self) -> None:
+        _require_choice("weights.experts", self.experts, get_args(WeightEncoding))
+        _require_choice("weights.dense", self.dense, get_args(WeightEncoding))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a build besides the checkpoint; part of the engine's manifest."""
+
+    target: Target
+    # exact: fp32 activations and state; reference: the quantisation that the model was trained with.
+    numerics: Numerics = "exact"
+    weights: WeightsRecipe = field(default_factory=WeightsRecipe)
+    kv: KvEncoding = "f32"
+    index_keys: IndexKeyEncoding = "f32"
+    # Rows of a step, one bucket each: `decode` has at most one row a sequence, `mixed` any.
+    decode_buckets: tuple[int, ...] = (1, 4, 16)
+    mixed_buckets: tuple[int, ...] = (32, 256)
+    # How many positions `truncate` may go back below the highest one written.
+    rollback_rows: int = 16
+    # Tokens of each golden run that `dsv4c verify --replay` repeats.
+    golden_tokens: int = 24
+
+    def __post_init__(self) -> None:
+        _require_choice("numerics", self.numerics, get_args(Numerics))
+        _require_choice("kv", self.kv, get_args(KvEncoding))
+        _require_choice("index_keys", self.index_keys, get_args(IndexKeyEncoding))
+        if self.numerics == "exact" and (self.kv, self.index_keys) != _STATE_DEFAULTS["exact"]:
+            raise RecipeError(
+                f'`numerics = "exact"` keeps state in f32; the recipe asks for '
+                f"kv = {self.kv!r}, index_keys = {self.index_keys!r}",
+                hint='leave both keys out, or use `numerics = "reference"`',
+            )
+        _require_buckets("decode_buckets", self.decode_buckets)
+        _require_buckets("mixed_buckets", self.mixed_buckets)
+        if not self.mixed_buckets:
+            raise RecipeError("`mixed_buckets` is empty", hint="prefill runs in a mixed bucket; name at least one size")
+        _require_integer("rollback_rows", self.rollback_rows, 0, 4096)
+        _require_integer("golden_tokens", self.golden_tokens, 1, 4096)
+
+    @staticmethod
+    def for_target(name: str, path: Path | None) -> "Recipe":
+        """The recipe in `path`, or the target's own one; a recipe for another target is refused."""
+        target = find_target(name)
+        source = path or recipes_folder() / f"{name}.toml"
+        recipe = load_recipe(source)
+        if recipe.target != target:
+            raise RecipeError(
+                f"{source} is a recipe for target {recipe.target.name!r}, the build is for {name!r}",
+                hint=f"use `--target {recipe.target.name}`, or another recipe",
+            )
+        return recipe
+
+    def with_overrides(self, *, numerics: Numerics | None = None) -> "Recipe":
+        """This recipe with options of the command line; other numerics bring their own state encodings."""
+        if numerics is None or numerics == self.numerics:
+            return self
+        _require_choice("numerics", numerics, get_args(Numerics))
+        kv, index_keys = _STATE_DEFAULTS[numerics]
+        return replace(self, numerics=numerics, kv=kv, index_keys=index_keys)
+
+    def to_dict(self) -> dict[str, object]:
+        """The recipe as the manifest has it: the keys of the TOML file, every one written out."""
+        return {**{key.name: _plain(getattr(self, key.name)) for key in fields(self)}, "target": self.target.name}
+
+
+def recipes_folder() -> Path:
+    """The recipes that come with dsv4c: inside the package where installed, beside it in a source tree."""
+    package = Path(__file__).parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Reads and checks a TOML recipe."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe {path}", hint=f"recipes of dsv4c: {_available()}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read recipe {path}: {error}") from None
+    try:
+        return parse_recipe(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not TOML: {error}") from None
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error.message}", hint=error.hint) from None
+
+
+def parse_recipe(table: Mapping[str, object]) -> Recipe:
+    """A parsed TOML file -> `Recipe`."""
+    known = [key.name for key in fields(Recipe)]
+    _refuse_unknown(table, known, "")
+    values = dict(table)
+    name = values.pop("target", None)
+    if not isinstance(name, str):
+        raise RecipeError("`target` is missing or not a string", hint='name it: `target = "cpu"`')
+    numerics = values.setdefault("numerics", "exact")
+    _require_choice("numerics", numerics, get_args(Numerics))
+    kv, index_keys = _STATE_DEFAULTS[cast("Numerics", numerics)]
+    values = {"kv": kv, "index_keys": index_keys, **values}
+    for key in ("decode_buckets", "mixed_buckets"):
+        sizes = values.get(key)
+        if isinstance(sizes, list):
+            values[key] = tuple(sizes)
+    if "weights" in values:
+        values["weights"] = _parse_weights(values["weights"])
+    # The types are those of the file until `__post_init__` has checked every field.
+    return Recipe(target=find_target(name), **values)  # type: ignore[arg-type]
+
+
+def _parse_weights(table: object) -> WeightsRecipe:
+    if not isinstance(table, dict):
+        raise RecipeError("`weights` is not a table", hint='write `[weights]`, then `experts = "stored"`')
+    _refuse_unknown(table, [key.name for key in fields(WeightsRecipe)], "weights.")
+    return WeightsRecipe(**table)
+
+
+def _refuse_unknown(table: Mapping[str, object], known: Collection[str], prefix: str) -> None:
+    for key in table:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise RecipeError(
+                f"unknown key `{prefix}{key}`",
+                hint=f"did you mean `{prefix}{nearest}`? known: {', '.join(prefix + name for name in known)}",
+            )
+
+
+def _require_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        names = ", ".join(f'"{choice}"' for choice in choices)
+        raise RecipeError(f"`{key}` is {value!r}", hint=f"choose one of: {names}")
+
+
+def _require_integer(key: str, value: object, low: int, high: int) -> None:
+    # bool is an int in Python, and TOML has `true`.
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RecipeError(f"`{key}` is {value!r}", hint=f"give a whole number from {low} to {high}")
+
+
+def _require_buckets(key: str, sizes: object) -> None:
+    if not isinstance(sizes, tuple):
+        raise RecipeError(f"`{key}` is {sizes!r}", hint="give a list of sizes, such as [1, 4, 16]")
+    for size in sizes:
+        _require_integer(key, size, 1, MAX_BUCKET_TOKENS)
+    if list(sizes) != sorted(set(sizes)):
+        raise RecipeError(f"`{key}` is {list(sizes)}", hint="list every size once, smallest first")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, WeightsRecipe):
+        return asdict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _available() -> str:
+    return ", ".join(sorted(path.name for path in recipes_folder().glob("*.toml"))) or "none found"

@@ -1,0 +1,3 @@
+"""The version of dsv4c; the packaging reads it from here."""
+
+VERSION = "0.1.0"
