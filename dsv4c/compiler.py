@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4c.version import VERSION
 from dsv4c.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from dsv4c.engine.goldens import Goldens
 from dsv4c.engine.plan_section import encode_plan
@@ -22,6 +21,7 @@ from dsv4c.plan.lowering import lower_graph
 from dsv4c.plan.printer import format_plan
 from dsv4c.plan.reference_run import extent_bytes
 from dsv4c.recipe import Recipe
+from dsv4c.version import VERSION
 
 Progress = Callable[[str, int, int], None]
 
@@ -53,7 +53,8 @@ class BuildReport:
             f"weights   {self.weight_bytes / 1e6:.1f} MB",
             f"plan      {self.launches_per_step} launches a step, {self.kernels} kernels, {self.buckets} buckets",
             f"arena     {self.arena_bytes / 1e6:.2f} MB in the largest bucket, {saved:.0%} saved by reuse",
-            f"state     {self.state_bytes_per_slot / 1e6:.2f} MB a slot and {self.state_bytes_per_token:.0f} bytes a token",
+            f"state     {self.state_bytes_per_slot / 1e6:.2f} MB a slot, "
+            f"{self.state_bytes_per_token:.0f} bytes a token",
         ]
         return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
 
@@ -84,7 +85,7 @@ def build_engine(
     check_space(output, plan.weights.size_bytes)
     warnings = list(checkpoint.warnings)
     if check_values:
-        warnings += checkpoint.check_values(_stage(progress, "checking values"))
+        warnings += checkpoint.check_values()
     recorded = None
     if goldens:
         count = recipe.golden_tokens
@@ -125,7 +126,7 @@ def weight_blocks(
             yield memoryview(bytes(extent.offset - written))
         data = extent_bytes(checkpoint, extent)
         assert data.numel() == extent.size_bytes, extent
-        yield memoryview(data.numpy())
+        yield memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs know no Buffer
         if extent.source:
             checkpoint.release(extent.source)
         written = extent.offset + extent.size_bytes

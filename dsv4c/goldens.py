@@ -55,7 +55,7 @@ def record_goldens(
 
 
 def choose_bucket(plan: ExecutionPlan, rows: int) -> BucketPlan:
-    """The bucket the runtime takes for `rows` rows of one slot: decode for a single row, else the smallest mixed one."""
+    """The bucket the runtime takes for `rows` rows of one slot: decode for a single row, else the smallest mixed."""
     kinds = (BucketKind.DECODE, BucketKind.MIXED) if rows == 1 else (BucketKind.MIXED,)
     for kind in kinds:
         fitting = [b for b in plan.buckets if b.kind is kind and b.tokens >= rows]

@@ -55,7 +55,7 @@ class Recipe:
     mixed_buckets: tuple[int, ...] = (32, 256)
     # How many positions `truncate` may go back below the highest one written.
     rollback_rows: int = 16
-    # Tokens of each golden run that `dsv4c verify --replay` repeats.
+    # Tokens of the golden run that `dsv4c verify --replay` repeats.
     golden_tokens: int = 24
 
     def __post_init__(self) -> None:

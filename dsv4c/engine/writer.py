@@ -157,9 +157,8 @@ def write_engine(
         with _sealed(path) as file:
             _write(file, parts, weights, None, file)
         return
-    with _sealed(path) as file:
-        with _sealed(external) as weights_out:
-            _write(file, parts, weights, external.name, weights_out)
+    with _sealed(path) as file, _sealed(external) as weights_out:
+        _write(file, parts, weights, external.name, weights_out)
 
 
 def _write(

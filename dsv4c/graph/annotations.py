@@ -61,7 +61,7 @@ class StatePlane:
 
 @dataclass(frozen=True)
 class GraphInfo:
-    """What a graph was built from; in `gm.meta`. `symbols` maps the sympy names of the symbolic sizes to T, R, S, B, M."""
+    """What a graph was built from; in `gm.meta`. `symbols` maps sympy names of sizes to T, R, S, B, M."""
 
     config: ModelConfig
     numerics: Numerics

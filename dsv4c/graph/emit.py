@@ -21,20 +21,56 @@ def fake_result(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return target(*map_arg(args, value), **map_arg(kwargs, value))
 
 
+class FakeResults:
+    """`fake_result`, computed once for each operator and kind of operands: layers repeat each other.
+
+    Nodes then share fake tensors, which say shapes, dtypes and strides but not which storage is whose.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = (target, _kind(args), _kind(kwargs))
+        if key not in self._known:
+            self._known[key] = fake_result(target, args, kwargs)
+        return self._known[key]
+
+
+def _kind(value: Any) -> Any:
+    """What a fake result depends on, as something hashable."""
+    if isinstance(value, Node):
+        return _kind(value.meta["val"])
+    if isinstance(value, torch.Tensor):
+        return value.dtype, str(value.shape), str(value.stride()), int(value.storage_offset())
+    if isinstance(value, list | tuple):
+        return tuple(_kind(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((name, _kind(v)) for name, v in sorted(value.items()))
+    return type(value), value
+
+
 class Emitter:
     """Appends calls to one graph (or inserts them at its insertion point), naming them `l<layer>_<name>`."""
 
-    def __init__(self, graph: Graph, layer: int | None = None, flags: LaunchFlag = LaunchFlag(0)) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        layer: int | None = None,
+        flags: LaunchFlag = LaunchFlag(0),
+        results: FakeResults | None = None,
+    ) -> None:
         self.graph = graph
         self.layer = layer
         self.flags = flags
+        self._results = results or FakeResults()
 
     def name(self, name: str) -> str:
         return name if self.layer is None else f"l{self.layer}_{name}"
 
     def call(self, name: str, target: Target, *args: Any, **kwargs: Any) -> Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name=self.name(name))
-        node.meta["val"] = fake_result(target, args, kwargs)
+        node.meta["val"] = self._results(target, args, kwargs)
         set_layer(node, self.layer)
         set_flags(node, self.flags)
         return node

@@ -11,6 +11,8 @@ and rounds its result to the dtype of its main input, or to `dtype` where that i
 The operators with state (KV ring, compressed entries, open groups) are in `state_ops.py`.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def _in_groups(x: Tensor, group: int) -> Tensor:
     """[..., W] -> [..., ceil(W/group), group], the last group padded with zeros."""
     width = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, -width % group))
-    return padded.unflatten(-1, (-1, group))
+    return padded.reshape(*padded.shape[:-1], -1, group)
 
 
 def quantize_fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -118,10 +120,10 @@ def hadamard_transformed(x: Tensor) -> Tensor:
     y = x.float()
     span = 1
     while span < width:
-        pairs = y.unflatten(-1, (-1, 2, span))
+        pairs = y.reshape(*y.shape[:-1], -1, 2, span)
         y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2).flatten(-3)
         span *= 2
-    return y * width**-0.5
+    return y * (1 / math.sqrt(width))
 
 
 def normalized(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -223,8 +225,9 @@ def grouped_linear(
     x: Tensor, weight: Tensor, scales: Tensor | None, block_rows: int, block_cols: int, groups: int
 ) -> Tensor:
     """Block-diagonal projection: group g of x [T, groups*I] times rows g*O/groups.. of weight [O, I] -> [T, O]."""
-    w = decode_weight(weight, scales, block_rows, block_cols).unflatten(0, (groups, -1))
-    grouped = x.float().unflatten(-1, (groups, -1)).transpose(0, 1)
+    w = decode_weight(weight, scales, block_rows, block_cols)
+    w = w.reshape(groups, -1, w.shape[1])
+    grouped = x.float().reshape(x.shape[0], groups, -1).transpose(0, 1)
     return torch.bmm(grouped, w.transpose(1, 2)).transpose(0, 1).flatten(1).to(x.dtype)
 
 
@@ -255,7 +258,7 @@ def mhc_mix(
     base = base.float()
     pre = torch.sigmoid(mix[:, :n] * scale[0] + base[:n]) + hc_eps
     post = 2 * torch.sigmoid(mix[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = torch.softmax((mix[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(1, (n, n)), -1) + hc_eps
+    comb = torch.softmax((mix[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n), -1) + hc_eps
     comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
     for _ in range(iterations - 1):
         comb = comb / (comb.sum(2, keepdim=True) + hc_eps)
@@ -359,7 +362,7 @@ def moe_ffn(
     out = x.new_zeros((x.shape[0], w2.shape[1]), dtype=torch.float32)
     parts = out.new_zeros((*ids.shape, w2.shape[1]))
     rounded = fp8_rounded(x, act_group, x.shape[1]).to(x.dtype) if act_group else x
-    for expert in ids.unique().tolist():
+    for expert in sorted(set(ids.flatten().tolist())):
         rows, choices = torch.where(ids == expert)
         scales13 = None if w13_scales is None else w13_scales[expert]
         scales2 = None if w2_scales is None else w2_scales[expert]

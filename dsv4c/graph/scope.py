@@ -1,7 +1,8 @@
 """What the layer writers share: the step's inputs, and placeholders for weights, constants and state."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,7 +14,7 @@ from dsv4c.checkpoint.config import ModelConfig
 from dsv4c.checkpoint.formats import Encoding
 from dsv4c.errors import GraphError
 from dsv4c.graph.annotations import Constant, Numerics, Parameter, Placeholder, StatePlane, set_layer, set_placeholder
-from dsv4c.graph.emit import Emitter
+from dsv4c.graph.emit import Emitter, FakeResults
 from dsv4c.graph.parameters import unstraddled_block
 from dsv4c.graph.rotary import layer_frequencies
 from dsv4c.step_abi import LaunchFlag, StateKind
@@ -46,7 +47,7 @@ class Symbols:
         self.sizes = {name: self._symbol(hint) for name, hint in zip("TRSBM", (97, 89, 83, 79, 73), strict=True)}
 
     def _symbol(self, hint: int) -> torch.SymInt:
-        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
         size = self.mode.from_tensor(torch.empty(hint), symbolic_context=context).shape[0]
         assert isinstance(size, torch.SymInt)
         return size
@@ -101,13 +102,14 @@ class ModelScope:
     block_tokens: int
     rollback_rows: int
     inputs: StepInputs
+    results: FakeResults = field(default_factory=FakeResults)
 
 
 class LayerScope(Emitter):
     """Writes one layer into the graph of `model` (layer None: what is outside the layers)."""
 
     def __init__(self, model: ModelScope, layer: int | None = None, flags: LaunchFlag = LaunchFlag(0)) -> None:
-        super().__init__(model.placeholders.graph, layer, flags)
+        super().__init__(model.placeholders.graph, layer, flags, model.results)
         self.model = model
         self.config = model.config
         self.inputs = model.inputs

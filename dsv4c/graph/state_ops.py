@@ -83,7 +83,7 @@ def unpack_kv_rows(data: Tensor, exponents: Tensor, head_dim: int, rotary_dim: i
     """Float32 rows [N, hd] of `pack_kv_rows`."""
     plain = head_dim - rotary_dim
     scale = expand_groups(decode_e8m0(exponents), KV_GROUP, plain)
-    tail = data[:, plain : plain + 2 * rotary_dim].contiguous().view(torch.bfloat16).float()
+    tail = data[:, plain : plain + 2 * rotary_dim].clone().view(torch.bfloat16).float()  # a copy is aligned
     codes = data[:, :plain].contiguous().view(torch.float8_e4m3fn).float()
     return torch.cat([codes * scale, tail], 1)
 

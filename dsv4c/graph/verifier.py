@@ -7,7 +7,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dsv4c.graph.annotations import Placeholder, StatePlane, get_flags
-from dsv4c.graph.emit import fake_result
+from dsv4c.graph.emit import FakeResults
 from dsv4c.graph.printer import format_value, target_name
 
 _NAMESPACES = ("aten", "dsv4")
@@ -23,19 +23,20 @@ def verify_graph(gm: GraphModule) -> None:
     """
     gm.graph.lint()
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    results = FakeResults()
     for node in order:
         if node.op == "placeholder":
             assert isinstance(node.meta.get("dsv4_placeholder"), Placeholder), f"%{node.name} is not annotated"
         elif node.op == "call_function":
-            _verify_call(node)
+            _verify_call(node, results)
     _verify_state(gm, order)
 
 
-def _verify_call(node: Node) -> None:
+def _verify_call(node: Node, results: FakeResults) -> None:
     target = node.target
     known = target is operator.getitem or getattr(target, "namespace", None) in _NAMESPACES
     assert known, f"%{node.name} calls {target}, which is neither aten nor dsv4"
-    expected = _signature(fake_result(target, node.args, node.kwargs))
+    expected = _signature(results(target, node.args, node.kwargs))
     found = _signature(node.meta.get("val"))
     assert found == expected, (
         f"%{node.name} ({target_name(target)}) is annotated {found}, its operator gives {expected}"
@@ -56,7 +57,9 @@ def _verify_state(gm: GraphModule, order: dict[Node, int]) -> None:
         if plane.op != "placeholder" or not isinstance(plane.meta["dsv4_placeholder"], StatePlane):
             continue
         users = {user.target: order[user] for user in plane.users}
-        writes, reads = users.get(dsv4.compress.default), users.get(dsv4.attention.default)
+        writes = users.get(dsv4.compress.default)
+        # The ring and the entries are read by the attention, index keys by the selection.
+        reads = users.get(dsv4.attention.default, users.get(dsv4.select_entries.default))
         if writes is not None and reads is not None:
             assert writes < reads, f"%{plane.name} is read before this step's entries are written"
         commit = users.get(dsv4.commit_ring.default)

@@ -46,14 +46,16 @@ def fuse_expert_ffn(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 def _match(total: Node) -> _Match | None:
     """The operands where `total` is the weighted sum over the chosen experts."""
-    if not is_call(total, aten.sum.dim_IntList) or list(total.args[1]) != [1]:  # type: ignore[arg-type]
+    axes: Any = total.args[1:]
+    if not is_call(total, aten.sum.dim_IntList) or len(axes) != 1 or list(axes[0]) != [1]:
         return None
     down = _behind(total.args[0])
     if not is_call(down, aten.bmm.default):
         return None
     w2, ids = _gathered(down.args[0])
     # Between the activation and the second projection: a rounding to the activation dtype, and its widening.
-    weighted = skip(_behind(down.args[1]), CASTS)
+    rounded = skip_widening(_behind(down.args[1]))
+    weighted = skip(rounded, CASTS)
     if not is_call(weighted, aten.mul.Tensor) or w2 is None:
         return None
     act, weights = weighted.args[0], _behind(weighted.args[1])
@@ -68,6 +70,9 @@ def _match(total: Node) -> _Match | None:
     x = skip_widening(_behind(up_proj.args[1]))
     if w13 is None or ids is None or first_ids is not ids or value_of(x).dim() != 2:
         return None
+    # The operator rounds the activation to the dtype of x.
+    if value_of(rounded).dtype != value_of(x).dtype:
+        return None
     return _Match(x, ids, weights, w13, w2, limit)
 
 
@@ -78,11 +83,11 @@ def _behind(node: Any) -> Node:
 
 def _gathered(node: Any) -> tuple[Node | None, Node | None]:
     """(table, ids) of table[ids], through reshapes."""
-    gather = _behind(node)
-    if not is_call(gather, aten.index.Tensor) or len(gather.args[1]) != 1:  # type: ignore[arg-type]
+    gather: Any = _behind(node)
+    if not is_call(gather, aten.index.Tensor) or len(gather.args[1]) != 1:
         return None, None
-    table, (ids,) = gather.args  # type: ignore[misc]
-    return table, ids  # type: ignore[return-value]
+    table, (ids,) = gather.args
+    return table, ids
 
 
 def _swiglu(act: Any) -> tuple[Node, float] | None:

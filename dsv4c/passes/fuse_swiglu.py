@@ -23,11 +23,11 @@ def fuse_swiglu(gm: GraphModule, ctx: PassContext) -> PassResult:
         silu, clamped = node.args
         if not is_call(silu, aten.silu.default) or not is_call(clamped, aten.clamp.default):
             continue
-        up, low, high = clamped.args
+        up, *bounds = clamped.args
         if not is_call(silu.args[0], aten.clamp_max.default):
             continue
         gate, limit = silu.args[0].args
-        if (low, high) != (-limit, limit):
+        if bounds != [-limit, limit]:
             continue
         result = rounded_result(node)
         with gm.graph.inserting_before(result):

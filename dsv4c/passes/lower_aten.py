@@ -23,17 +23,22 @@ from dsv4c.passes.pass_manager import PassContext
 
 aten, dsv4 = torch.ops.aten, torch.ops.dsv4
 
-# (operator, arguments) for a node whose result is to have the given dtype.
-Call = tuple[Any, tuple[Any, ...]]
+# (operator, arguments) for a node whose result is to have the given dtype; None for a form that no operator has, which
+# stays for the plan to refuse.
+Call = tuple[Any, tuple[Any, ...]] | None
 
 
 def _linear(node: Node, dtype: torch.dtype) -> Call:
-    x, weight = node.args[:2]
+    if len(node.args) != 2:  # a bias
+        return None
+    x, weight = node.args
     return dsv4.linear.default, (_unwidened(x), weight, None, 0, 0, dtype)
 
 
 def _rms_norm(node: Node, dtype: torch.dtype) -> Call:
-    x, _, weight, eps = node.args
+    x, axes, weight, eps = node.args
+    if len(axes) != 1:  # type: ignore[arg-type]
+        return None
     source = _unwidened(x)
     # The operator rounds to the dtype of its input.
     return dsv4.rms_norm.default, (source if value_of(source).dtype == dtype else x, weight, eps)
@@ -45,12 +50,16 @@ def _embedding(node: Node, dtype: torch.dtype) -> Call:
 
 
 def _add(node: Node, dtype: torch.dtype) -> Call:
-    a, b = node.args[:2]
+    a, b = node.args
+    if node.kwargs or not isinstance(b, Node) or value_of(_unwidened(a)).shape != value_of(b).shape:
+        return None
     return dsv4.add.default, (_unwidened(a), _unwidened(b), dtype)
 
 
 def _gather_rows(node: Node, dtype: torch.dtype) -> Call:
-    x, _, rows = node.args
+    x, axis, rows = node.args
+    if axis != 0:
+        return None
     return dsv4.gather_rows.default, (x, rows)
 
 
@@ -70,8 +79,11 @@ def lower_aten(gm: GraphModule, ctx: PassContext) -> PassResult:
         if lower is None:
             continue
         result = rounded_result(node)
+        call = lower(node, value_of(result).dtype)
+        if call is None:
+            continue
         # In place, so that the node keeps its name.
-        target, args = lower(node, value_of(result).dtype)
+        target, args = call
         node.target, node.args, node.kwargs = target, args, {}
         node.meta["val"] = fake_result(target, args, {})
         if result is not node:

@@ -62,7 +62,7 @@ def _expert_blocks(gm: GraphModule) -> dict[Node, tuple[int, int]]:
             continue
         stacks = (node.args[3], node.args[5])
         found = [what.block for what in map(get_parameter, stacks) if what is not None]
-        if None in found and len(set(found)) > 1 or len({block[1] for block in found if block}) > 1:
+        if (None in found and len(set(found)) > 1) or len({block[1] for block in found if block}) > 1:
             raise PassError(f"%{node.name}: w1/w3 and w2 have scale blocks of {found[0]} and {found[1]}")
         for stack in stacks:
             if found[0] and found[1]:

@@ -62,7 +62,7 @@ def _moe_cost(tensors: Sequence[TensorRef], outputs: Sequence[TensorRef]) -> tup
     x, ids, weights, w13 = tensors[:4]
     tokens, k = ids.sizes
     experts = w13.sizes[0]
-    stacks = [t for t in tensors[3:]]
+    stacks = list(tensors[3:])
     share = distinct_experts(experts, tokens, k) / experts
     moved = sum(tensor_bytes(t) for t in (x, ids, weights, *outputs)) + round(share * sum(map(tensor_bytes, stacks)))
     inner, hidden = w13.sizes[1] // 2, x.sizes[1]

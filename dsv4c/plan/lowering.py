@@ -95,7 +95,7 @@ class _Lowering:
             self._views[node] = _View(_Home(node), node.meta["val"])
         elif node.op == "output":
             for which, result in zip(Output, node.args[0], strict=True):  # type: ignore[arg-type]
-                self._outputs[self._views[result].home] = which  # type: ignore[index]
+                self._outputs[self._views[result].home] = which
         elif node.target is operator.getitem:
             launch, result = node.args
             self._views[node] = _View(_Home(launch, result), node.meta["val"])  # type: ignore[arg-type]

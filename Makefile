@@ -1,0 +1,61 @@
+# What a developer runs; .ci/run calls the same targets.
+#
+#   make demo        set up, build the bundled checkpoint's engine, stream text from it
+#   make test        every test that needs no GPU
+#   make check       format, lint, types, and a C++ build with warnings as errors
+#
+# PYTHON names the interpreter to set up with, VENV the environment's folder.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+JOBS ?= 2
+
+CHECKPOINT := tests/data/tiny-v4-official
+ENGINE := artifacts/tiny-v4.cpu.dsv4c
+RUNTIME_SOURCES := $(shell find dsv4c/runtime -name '*.cc' -o -name '*.h' -o -name 'CMakeLists.txt')
+
+.PHONY: env runtime demo check test test-gpu golden bench clean
+.DELETE_ON_ERROR:
+
+env: $(VENV)/.installed
+
+# An editable install links the Python files but not the library, so new C++ needs a new one. The build tools come
+# first, pinned, rather than into a fresh folder a build: only what changed is then compiled again.
+$(VENV)/.installed: pyproject.toml constraints.txt $(RUNTIME_SOURCES)
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; name one: make PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) scikit-build-core cmake ninja
+	$(PIP) --no-build-isolation --editable '.[test]'
+	touch $@
+
+runtime: env
+
+demo: env
+	$(BIN)/dsv4c build $(CHECKPOINT) --target cpu --output $(ENGINE)
+	$(BIN)/dsv4c run $(ENGINE) "And the LORD said unto Moses," --max-tokens 96 --temperature 0.7 --top-p 0.9 --seed 1
+
+check: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/cmake -S dsv4c/runtime -B build/check -DDSV4C_WERROR=ON -DCMAKE_BUILD_TYPE=Release
+	$(BIN)/cmake --build build/check --parallel $(JOBS)
+
+test: env
+	$(BIN)/python -m pytest --numprocesses $(JOBS)
+
+test-gpu: env
+	$(BIN)/python -m pytest -m 'gpu or sm90a or orin'
+
+golden: env
+	$(BIN)/python -m pytest --update-golden --numprocesses $(JOBS)
+
+bench: env
+	@test -f $(ENGINE) || $(BIN)/dsv4c build $(CHECKPOINT) --target cpu --output $(ENGINE)
+	@$(BIN)/python -m tests.benchmarks.tokens_per_second $(ENGINE)
+
+clean:
+	rm -rf build dist artifacts/*.dsv4c *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,134 @@
+"""`dsv4c run`."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from dsv4c.chat import encode_chat
+from dsv4c.cli.options import json_option, print_json, require_engine_file
+from dsv4c.errors import InputError
+from dsv4c.generation import GenerationLimits, IdOutput, TextOutput, generate
+from dsv4c.runtime.engine import Engine, Sampling
+from dsv4c.text import Tokenizer
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command("run")
+@click.argument("engine", type=_PATH)
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", type=_PATH, metavar="FILE", help="Read the prompt from FILE, as it is.")
+@click.option("--chat", is_flag=True, help="The prompt is a message: encode it as the model's chat format has it.")
+@click.option("--system", metavar="TEXT", help="The system text of the chat.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Longest answer.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0: the likeliest token."
+)
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0: all tokens.")
+@click.option(
+    "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True, help="1: all tokens."
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of the random numbers.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before TEXT. May be given several times.")
+@click.option("--ids", is_flag=True, help="The prompt and the answer are token ids, separated by spaces.")
+@click.option("--threads", type=click.IntRange(min=1), show_default="every core", help="CPU threads.")
+@click.option(
+    "--context", type=click.IntRange(min=1), show_default="prompt and answer", help="Positions to make room for."
+)
+@json_option
+def run_command(
+    engine: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    chat: bool,
+    system: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    stop: tuple[str, ...],
+    ids: bool,
+    threads: int | None,
+    context: int | None,
+    as_json: bool,
+) -> None:
+    """Generate text from a prompt.
+
+    PROMPT is the text to continue, or - to read it from stdin. The answer is
+    streamed to stdout; speeds go to stderr.
+    """
+    _refuse_text_options_with_ids(ids, chat, stop)
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat")
+    text = _read_prompt(prompt, prompt_file)
+    with Engine.open(require_engine_file(engine), threads=threads) as opened:
+        output: TextOutput | IdOutput
+        if ids:
+            prompt_ids, output = _parse_ids(text), IdOutput()
+        else:
+            tokenizer = Tokenizer(opened.tokenizer_files())
+            prompt_ids = _encode(tokenizer, text, chat, system, opened.info.bos_token_id)
+            output = TextOutput(tokenizer, stop)
+        result = generate(
+            opened,
+            prompt_ids,
+            GenerationLimits(max_tokens, context),
+            # No more than all tokens: larger numbers need not fit the runtime's 32 bits.
+            Sampling(temperature=temperature, top_k=min(top_k, opened.info.vocab_size), top_p=top_p, seed=seed),
+            output,
+            emit=_discard if as_json else _stream,
+        )
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        _stream("\n")
+        click.echo(result.to_text(), err=True)
+
+
+def _refuse_text_options_with_ids(ids: bool, chat: bool, stop: Sequence[str]) -> None:
+    if ids and (chat or stop):
+        raise click.UsageError("--ids takes no --chat or --stop: they are about text")
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise click.UsageError("give a PROMPT, or --prompt-file, or - to read stdin")
+    if prompt is not None and prompt != "-":
+        return prompt
+    source = "stdin" if prompt_file is None else str(prompt_file)
+    data = sys.stdin.buffer.read() if prompt_file is None else prompt_file.read_bytes()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"the prompt from {source} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError:
+        raise InputError("with --ids the prompt is whole numbers separated by spaces") from None
+
+
+def _encode(tokenizer: Tokenizer, text: str, chat: bool, system: str | None, bos_token_id: int | None) -> list[int]:
+    if chat:
+        prompt = encode_chat(tokenizer, text, system=system, bos_token_id=bos_token_id)
+        if prompt.note is not None:
+            click.echo(f"note: {prompt.note}", err=True)
+        return prompt.token_ids
+    token_ids = tokenizer.encode(text)
+    # The model was trained on documents that begin with this token; a prompt may have it written out already.
+    return token_ids if bos_token_id is None or token_ids[:1] == [bos_token_id] else [bos_token_id, *token_ids]
+
+
+def _stream(text: str) -> None:
+    """Bytes, whatever the terminal's encoding, and at once."""
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
+
+
+def _discard(text: str) -> None:
+    """With --json the text comes in one piece at the end."""

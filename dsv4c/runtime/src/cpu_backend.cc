@@ -1,0 +1,124 @@
+#include "cpu_backend.h"
+
+#include <bit>
+#include <chrono>
+#include <new>
+
+#include "error.h"
+
+namespace dsv4c {
+namespace {
+
+using namespace format;
+
+KernelFn find_kernel(std::string_view name) {
+  constexpr std::string_view kNamespace = "dsv4::";
+  if (name.starts_with(kNamespace)) name.remove_prefix(kNamespace.size());
+  return find_cpu_kernel(name);
+}
+
+}  // namespace
+
+bool CpuBackend::has_kernel(std::string_view name) const { return find_kernel(name) != nullptr; }
+
+void CpuBackend::load(const Plan& plan) {
+  plan_ = &plan;
+  for (const Kernel& kernel : plan.kernels) kernels_.push_back(find_kernel(plan.text(kernel.name)));
+}
+
+TensorView CpuBackend::view(const Tensor& tensor, const StepMemory& memory) const {
+  TensorView view;
+  view.dtype = static_cast<DType>(tensor.dtype);
+  view.ndim = tensor.ndim;
+  for (uint32_t i = 0; i < tensor.ndim; ++i) {
+    const Dim dim = static_cast<Dim>(tensor.dim[i]);
+    view.size[i] = dim == Dim::FIXED ? static_cast<int64_t>(tensor.size[i]) : memory.dims[tensor.dim[i]];
+    view.stride[i] = tensor.stride[i];
+  }
+  std::byte* base = nullptr;
+  switch (static_cast<Space>(tensor.space)) {
+    case Space::ARENA:
+      base = memory.arena;
+      break;
+    case Space::WEIGHT:
+      base = const_cast<std::byte*>(memory.weights);
+      break;
+    case Space::STATE:
+      base = memory.states[tensor.index];
+      break;
+    case Space::INPUT:
+      base = static_cast<std::byte*>(const_cast<void*>(memory.inputs[tensor.index]));
+      break;
+    case Space::OUTPUT:
+      base = static_cast<std::byte*>(memory.outputs[tensor.index]);
+      break;
+  }
+  if (static_cast<Space>(tensor.space) == Space::INPUT || static_cast<Space>(tensor.space) == Space::OUTPUT) {
+    // Rows of the caller's arrays follow one another; the plan cannot know the width of the block table.
+    int64_t stride = 1;
+    for (uint32_t i = tensor.ndim; i-- > 0;) {
+      view.stride[i] = stride;
+      stride *= view.size[i];
+    }
+  }
+  view.data = base ? base + tensor.offset : nullptr;
+  return view;
+}
+
+ArgValue CpuBackend::resolve(const Arg& arg, const StepMemory& memory) const {
+  ArgValue value;
+  value.kind = static_cast<ArgKind>(arg.kind);
+  switch (value.kind) {
+    case ArgKind::NONE:
+      break;
+    case ArgKind::TENSOR: {
+      const Tensor& tensor = plan_->tensors[static_cast<size_t>(arg.value)];
+      value.tensor = view(tensor, memory);
+      if (!value.tensor.data && static_cast<Space>(tensor.space) == Space::INPUT) value.kind = ArgKind::NONE;
+      break;
+    }
+    case ArgKind::INT:
+      value.integer = arg.value;
+      break;
+    case ArgKind::FLOAT:
+      value.real = std::bit_cast<double>(arg.value);
+      break;
+  }
+  return value;
+}
+
+void CpuBackend::call(const Launch& launch, const KernelArgs& args) const {
+  const char* kernel = plan_->text(plan_->kernels[launch.kernel].name);
+  try {
+    kernels_[launch.kernel](args, pool_);
+  } catch (const StatusError&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    fail(DSV4C_OUT_OF_MEMORY, "kernel %s (%s) found no memory for its scratch", kernel, plan_->text(launch.name));
+  } catch (const std::exception& error) {
+    fail(DSV4C_INTERNAL, "kernel %s (%s): %s", kernel, plan_->text(launch.name), error.what());
+  }
+}
+
+void CpuBackend::run(const Bucket& bucket, const StepMemory& memory, bool sampling,
+                     const LaunchObserver* observer) const {
+  using Clock = std::chrono::steady_clock;
+  const bool wants_logits = memory.dims[static_cast<int>(Dim::LOGITS)] > 0;
+  std::vector<ArgValue> values;
+  for (uint32_t i = 0; i < bucket.launch_count; ++i) {
+    const Launch& launch = plan_->launches[bucket.first_launch + i];
+    if ((launch.flags & (kHead | kSample)) && !wants_logits) continue;
+    if ((launch.flags & kSample) && !sampling) continue;
+    values.clear();
+    for (uint32_t j = 0; j < launch.arg_count; ++j)
+      values.push_back(resolve(plan_->args[launch.first_arg + j], memory));
+    const Clock::time_point start = observer ? Clock::now() : Clock::time_point();
+    call(launch, KernelArgs(values.data(), values.size()));
+    if (!observer) continue;
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    const ArgValue* outputs = values.data() + (launch.arg_count - launch.output_count);
+    if (!(*observer)({i, launch, outputs, seconds})) fail(DSV4C_STOPPED, "the callback stopped the step");
+  }
+}
+
+}  // namespace dsv4c

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "engine_format.h"
+#include "mapped_file.h"
+#include "sha256.h"
+
+namespace dsv4c {
+
+class ThreadPool;
+
+struct Bytes {
+  const std::byte* data = nullptr;  // null where the engine has no such section
+  uint64_t size = 0;
+};
+
+// An engine file whose header, table and sections (but the weights' bytes) have been checked.
+class EngineFile {
+ public:
+  // `arch` is what this runtime runs: "cpu".
+  EngineFile(const std::string& path, const std::string& arch);
+
+  const format::Header& header() const { return header_; }
+  std::string arch() const;
+  Bytes section(uint32_t type) const { return sections_[type]; }
+  const Digest& section_digest(uint32_t type) const { return digests_[type]; }
+
+  // Compares every weight chunk with its digest. False when `progress` (done bytes, total bytes) returned false.
+  bool verify_weights(ThreadPool& pool, const std::function<bool(uint64_t, uint64_t)>& progress) const;
+
+ private:
+  void check_header(const std::string& arch);
+  void check_table();
+  void check_gaps() const;
+  void check_section_digests() const;
+  void open_weights(const std::string& path);
+
+  MappedFile file_;
+  MappedFile external_weights_;
+  format::Header header_;
+  bool weights_are_external_ = false;
+  format::ChunkHeader chunk_header_;
+  Bytes sections_[format::kSectionTypeEnd];
+  bool present_[format::kSectionTypeEnd] = {};
+  Digest digests_[format::kSectionTypeEnd] = {};
+};
+
+}  // namespace dsv4c

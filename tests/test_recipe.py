@@ -1,0 +1,101 @@
+"""Recipes: those that come with dsv4c load, and what is wrong in one is named."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4c.errors import RecipeError
+from dsv4c.recipe import Recipe, load_recipe, parse_recipe, recipes_folder
+from dsv4c.target import TARGETS
+
+CPU: dict[str, Any] = {"target": "cpu"}
+
+
+def test_cpu_recipe_writes_out_the_defaults() -> None:
+    assert Recipe.for_target("cpu", None) == Recipe(target=TARGETS["cpu"]) == parse_recipe(CPU)
+
+
+def test_reference_recipe_is_the_override() -> None:
+    path = recipes_folder() / "cpu-reference.toml"
+    reference = Recipe.for_target("cpu", path)
+    assert (reference.numerics, reference.kv, reference.index_keys) == ("reference", "fp8", "fp4")
+    assert Recipe.for_target("cpu", None).with_overrides(numerics="reference") == reference
+    assert reference.with_overrides(numerics="exact") == Recipe.for_target("cpu", None)
+
+
+def test_override_with_the_same_numerics_keeps_the_state_encodings() -> None:
+    recipe = parse_recipe(CPU | {"numerics": "reference", "kv": "f32", "index_keys": "fp8"})
+    assert recipe.with_overrides(numerics="reference") == recipe
+    assert recipe.with_overrides() == recipe
+
+
+@pytest.mark.parametrize("path", sorted(recipes_folder().glob("*.toml")), ids=lambda path: path.name)
+def test_every_recipe_loads_and_names_every_key(path: Path) -> None:
+    load_recipe(path)
+    text = path.read_text(encoding="utf-8")
+    assert [key.name for key in fields(Recipe) if key.name not in text] == []
+
+
+def test_dict_for_the_manifest_reads_back() -> None:
+    recipe = Recipe.for_target("cpu", None)
+    assert parse_recipe(recipe.to_dict()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "hint"),
+    [
+        ({"numeric": "exact"}, "unknown key `numeric`", "did you mean `numerics`?"),
+        ({"weights": {"expert": "stored"}}, "unknown key `weights.expert`", "did you mean `weights.experts`?"),
+        ({"weights": {"experts": "int4"}}, "`weights.experts` is 'int4'", '"stored"'),
+        ({"weights": "stored"}, "`weights` is not a table", "[weights]"),
+        ({"numerics": "exakt"}, "`numerics` is 'exakt'", '"exact", "reference"'),
+        ({"numerics": ["exact"]}, "`numerics` is ['exact']", '"exact"'),
+        ({"kv": "fp8"}, "keeps state in f32", "numerics"),
+        ({"kv": "int8", "numerics": "reference"}, "`kv` is 'int8'", '"f32", "fp8"'),
+        ({"decode_buckets": [4, 1]}, "`decode_buckets` is [4, 1]", "smallest first"),
+        ({"decode_buckets": [1, 1]}, "`decode_buckets` is [1, 1]", "once"),
+        ({"decode_buckets": [0]}, "`decode_buckets` is 0", "whole number from 1"),
+        ({"mixed_buckets": []}, "`mixed_buckets` is empty", "prefill"),
+        ({"mixed_buckets": 32}, "`mixed_buckets` is 32", "list"),
+        ({"mixed_buckets": [32, 99999]}, "`mixed_buckets` is 99999", "to 16384"),
+        ({"rollback_rows": True}, "`rollback_rows` is True", "whole number"),
+        ({"rollback_rows": -1}, "`rollback_rows` is -1", "from 0"),
+        ({"golden_tokens": "24"}, "`golden_tokens` is '24'", "whole number"),
+        ({"target": "h100"}, "target 'h100' cannot be built yet", "cpu"),
+        ({"target": 7}, "`target` is missing or not a string", 'target = "cpu"'),
+    ],
+)
+def test_wrong_value_is_named(change: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        parse_recipe(CPU | change)
+    assert message in raised.value.message
+    assert raised.value.hint is not None and hint in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("target = cpu", "is not TOML"),
+        ('numerics = "exact"', "`target` is missing"),
+        ('target = "cpu"\nkvv = "f32"', "unknown key `kvv`"),
+    ],
+)
+def test_error_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(path)
+    assert raised.value.message.startswith(str(path)) and message in raised.value.message
+
+
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="there is no recipe") as raised:
+        load_recipe(tmp_path / "absent.toml")
+    assert raised.value.hint is not None and "cpu.toml" in raised.value.hint
+    with pytest.raises(RecipeError, match="cannot read recipe"):
+        load_recipe(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'target = "\xff"')
+    with pytest.raises(RecipeError, match="cannot read recipe"):
+        load_recipe(tmp_path / "latin.toml")
