@@ -1,10 +1,10 @@
 """Small random models with an engine and transformers' logits beside them, made once a test process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dsv4c.compiler import build_engine
-from dsv4c.recipe import Recipe
+from dsv4c.recipe import Numerics, Recipe
 from tests.fixtures import (
     ODD_CONFIGS,
     Quantization,
@@ -64,13 +64,13 @@ def checkpoint_of(name: str, quantization: Quantization) -> Path:
 
 
 @cache
-def engine_of(name: str, quantization: Quantization, numerics: str, kv: str | None = None) -> Path:
+def engine_of(name: str, quantization: Quantization, numerics: Numerics, kv: Literal["f32"] | None = None) -> Path:
     """Its engine, without goldens. `kv` "f32" keeps the KV cache and the index keys unpacked."""
     checkpoint = checkpoint_of(name, quantization)
     path = checkpoint.parent / f"{numerics}-{kv}.dsv4c"
     recipe = Recipe.for_target("cpu", None).with_overrides(numerics=numerics)
     if kv is not None:
-        recipe = recipe.with_overrides(kv=kv, index_keys=kv)
+        recipe = replace(recipe, kv=kv, index_keys=kv)
     build_engine(checkpoint, recipe, path, goldens=False)
     return path
 

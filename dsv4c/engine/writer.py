@@ -5,6 +5,7 @@ with their size.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -77,21 +78,51 @@ def check_space(path: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _sealed(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file beside `path` that takes its name when the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+def _sealed(*paths: Path) -> Iterator[list[IO[bytes]]]:
+    """Files beside `paths` that take their names, the first one last, when the block ends without an error.
+
+    A name left by a build that was killed is taken over; one that is being written is refused.
+    """
+    partial = [path.with_name(f".{path.name}.partial") for path in paths]
+    with contextlib.ExitStack() as stack:
+        try:
+            files = []
+            for temporary, path in zip(partial, paths, strict=True):
+                files.append(_locked(temporary, path))
+                stack.callback(temporary.unlink, missing_ok=True)
+                stack.callback(_close, files[-1])
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+            for temporary, path in reversed(list(zip(partial, paths, strict=True))):
+                temporary.replace(path)
+        except OSError as error:
+            raise EngineFormatError(
+                f"cannot write {paths[0]}: {error.strerror or error}",
+                hint="check the free space and the folder's permissions",
+            ) from error
+
+
+def _close(file: IO[bytes]) -> None:
+    """Close a file whose contents do not matter any more: on a full disk the last flush fails again."""
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def _locked(temporary: Path, path: Path) -> IO[bytes]:
+    """An empty file at `temporary` that no other process is writing."""
+    file = os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise EngineFormatError(
-            f"cannot write {path}: {error.strerror or error}", hint="check the free space and the folder's permissions"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another build may have sealed this very file, under its own name, while we opened it.
+        if not os.path.samestat(os.fstat(file.fileno()), temporary.stat()):
+            raise BlockingIOError
+        file.truncate()
+    except (BlockingIOError, FileNotFoundError):
+        file.close()
+        raise EngineFormatError(f"another build is writing {path}", hint="wait for it, or choose another -o") from None
+    return file
 
 
 class _SectionWriter:
@@ -154,11 +185,11 @@ def write_engine(
             hint="choose a shorter engine name with -o",
         )
     if external is None:
-        with _sealed(path) as file:
+        with _sealed(path) as (file,):
             _write(file, parts, weights, None, file)
-        return
-    with _sealed(path) as file, _sealed(external) as weights_out:
-        _write(file, parts, weights, external.name, weights_out)
+    else:
+        with _sealed(path, external) as (file, weights_file_out):
+            _write(file, parts, weights, external.name, weights_file_out)
 
 
 def _write(
