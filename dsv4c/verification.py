@@ -7,7 +7,7 @@ from typing import Any
 
 from dsv4c.engine.goldens import GoldenLaunch, Goldens, GoldenStep, fingerprint, first_difference
 from dsv4c.engine.reader import EngineReader, read_engine
-from dsv4c.errors import Dsv4cError, InputError
+from dsv4c.errors import EngineFormatError, InputError
 from dsv4c.runtime.engine import Engine, Session
 from dsv4c.runtime.trace import TraceOutput
 
@@ -16,40 +16,56 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked, a line each; `ok` where all of it agreed."""
+    """What was checked, a line each; `ok` where all of it agreed.
+
+    `failed` says which check did not ("sections", "weights" or "goldens") and what was found; `first_difference` where
+    a replay first differs.
+    """
 
     ok: bool
     lines: list[str]
-    digest: str | None
-    first_difference: dict[str, Any] | None
+    digest: str
+    failed: dict[str, str] | None = None
+    first_difference: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
             "digest": self.digest,
             "lines": self.lines,
+            "failed": self.failed,
             "first_difference": self.first_difference,
         }
 
 
 def verify_engine(path: Path, replay: bool, progress: Progress | None = None) -> VerifyReport:
-    """Check header, sections and weight chunks; then, with `replay`, run the goldens.
+    """Check every section and weight chunk against its digest; then, with `replay`, run the goldens.
 
-    Damage is part of the report (`ok` is False), not an exception. Raises InputError where a replay is asked of an
-    engine without goldens.
+    A digest or a golden that does not match is part of the report (`ok` is False). Raises EngineFormatError where the
+    file is no whole engine of a version this dsv4c reads, InputError where a replay is asked of one without goldens.
     """
+    reader = read_engine(path)
+    if not reader.weights_path().is_file():
+        raise EngineFormatError(
+            f"{reader.weights_path()} is missing: the weights of {path.name} are in that file",
+            hint="keep the engine and its weights file in one folder, under the names they were built with",
+        )
     lines: list[str] = []
     try:
-        reader = read_engine(path)
         reader.verify_sections()
-        lines.append(f"sections  {len(reader.sections)} match their digests")
+    except EngineFormatError as error:
+        return _failed(reader, lines, "sections", error.message)
+    lines.append(f"sections  {len(reader.sections) - 1} match their digests")
+    try:
         reader.verify_weights(None if progress is None else lambda done, total: progress("weights", done, total))
-        lines.append(f"weights   {reader.chunks.chunk_count} chunks match their digests")
-    except Dsv4cError as error:
-        return VerifyReport(False, [*lines, error.message], None, None)
-    if not replay:
-        return VerifyReport(True, lines, reader.digest, None)
-    return _replay(reader, lines, progress)
+    except EngineFormatError as error:
+        return _failed(reader, lines, "weights", error.message)
+    lines.append(f"weights   {reader.chunks.chunk_count} chunks match their digests")
+    return _replay(reader, lines, progress) if replay else VerifyReport(True, lines, reader.digest)
+
+
+def _failed(reader: EngineReader, lines: list[str], check: str, message: str) -> VerifyReport:
+    return VerifyReport(False, [*lines, message], reader.digest, {"check": check, "found": message})
 
 
 def _replay(reader: EngineReader, lines: list[str], progress: Progress | None) -> VerifyReport:
@@ -71,7 +87,7 @@ def _replay(reader: EngineReader, lines: list[str], progress: Progress | None) -
                 return _differs(reader, lines, step, *found, goldens.tolerance)
     tokens = sum(len(step.token_ids) for step in goldens.steps)
     lines.append(f"goldens   {tokens} tokens in {len(goldens.steps)} steps agree at every launch")
-    return VerifyReport(True, lines, reader.digest, None)
+    return VerifyReport(True, lines, reader.digest)
 
 
 def _run(session: Session, step: GoldenStep) -> list[GoldenLaunch]:
@@ -90,7 +106,7 @@ def _differs(
 ) -> VerifyReport:
     launch = step.launches[min(index, len(step.launches) - 1)]
     place = "outside the layers" if launch.layer is None else f"layer {launch.layer}"
-    lines.append(
+    found = (
         f"goldens   differ first at {place}, launch {index} ({launch.name} = {launch.kernel}), position "
         f"{step.position}: relative error {error:.3g}, allowed {tolerance:.3g}"
     )
@@ -102,4 +118,5 @@ def _differs(
         "position": step.position,
         "error": error,
     }
-    return VerifyReport(False, lines, reader.digest, where)
+    failed = {"check": "goldens", "found": found}
+    return VerifyReport(False, [*lines, found], reader.digest, failed, where)
