@@ -2,6 +2,6 @@
 
 import sys
 
-from dsv4c.cli.main import main
+from dsv4c.cli.entry import main
 
 sys.exit(main())

@@ -69,7 +69,10 @@ def _render(tokenizer: Tokenizer, template: str, text: str, system: str | None) 
 
 def _refuse(message: str) -> Never:
     """`raise_exception(...)` of a template: it does not take this conversation."""
-    raise InputError(f"the tokenizer's chat template refuses the message: {message}")
+    raise InputError(
+        f"the tokenizer's chat template refuses the message: {message}",
+        hint="run without `--chat` and write the prompt out",
+    )
 
 
 def _import_jinja2_sandbox() -> ModuleType:

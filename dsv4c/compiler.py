@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from dsv4c.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from dsv4c.checkpoint.scan import scan_checkpoint
 from dsv4c.engine.goldens import Goldens
 from dsv4c.engine.plan_section import encode_plan
 from dsv4c.engine.reader import read_engine
+from dsv4c.engine.summary import weight_lines
 from dsv4c.engine.writer import EngineParts, check_space, write_engine
 from dsv4c.errors import InputError
 from dsv4c.goldens import record_goldens
 from dsv4c.graph.builder import build_graph
+from dsv4c.graph.parameters import Measure, WeightReader
+from dsv4c.kernels.registry import require_kernels
 from dsv4c.passes.pass_manager import PassContext, run_passes
 from dsv4c.passes.pipeline import build_pipeline
 from dsv4c.plan.execution_plan import ExecutionPlan
@@ -21,7 +25,9 @@ from dsv4c.plan.lowering import lower_graph
 from dsv4c.plan.printer import format_plan
 from dsv4c.plan.reference_run import extent_bytes
 from dsv4c.recipe import Recipe
+from dsv4c.text import TOKENIZER_FILE
 from dsv4c.version import VERSION
+from dsv4c.weight_report import ErrorMeter, WeightTotal, weight_totals
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,6 +40,7 @@ class BuildReport:
     digest: str
     size_bytes: int
     weight_bytes: int
+    weights: list[WeightTotal]
     launches_per_step: int
     kernels: int
     buckets: int
@@ -51,6 +58,7 @@ class BuildReport:
         lines = [
             f"engine    {self.engine} ({self.size_bytes / 1e6:.1f} MB, digest {self.digest[:16]})",
             f"weights   {self.weight_bytes / 1e6:.1f} MB",
+            *(f"  {line}" for line in weight_lines([total.to_dict() for total in self.weights])),
             f"plan      {self.launches_per_step} launches a step, {self.kernels} kernels, {self.buckets} buckets",
             f"arena     {self.arena_bytes / 1e6:.2f} MB in the largest bucket, {saved:.0%} saved by reuse",
             f"state     {self.state_bytes_per_slot / 1e6:.2f} MB a slot, "
@@ -80,27 +88,34 @@ def build_engine(
     _prepare_dump_dir(dump_dir)
     graph = run_passes(graph, build_pipeline(), PassContext(recipe.target, recipe, dump_dir))
     plan = lower_graph(graph, recipe.decode_buckets, recipe.mixed_buckets, recipe.rollback_rows)
+    require_kernels(plan, recipe.target)
     if dump_dir is not None:
         (dump_dir / "plan.txt").write_text(format_plan(plan))
     check_space(output, plan.weights.size_bytes)
-    warnings = list(checkpoint.warnings)
-    if check_values:
-        warnings += checkpoint.check_values()
+    scan = scan_checkpoint(checkpoint, check_values=check_values, progress=_stage(progress, "reading the checkpoint"))
+    warnings = checkpoint.warnings + scan.warnings
+    if TOKENIZER_FILE not in checkpoint.tokenizer_texts():
+        warnings.append(f"no {TOKENIZER_FILE} in {checkpoint_path}: the engine takes token ids only (run --ids)")
     recorded = None
     if goldens:
         count = recipe.golden_tokens
         recorded = record_goldens(plan, checkpoint, recipe.numerics, count, _stage(progress, "recording goldens"))
     parts = EngineParts(
         arch=recipe.target.arch,
-        manifest=_manifest(checkpoint, recipe, plan),
+        manifest=_manifest(checkpoint, scan.digest, recipe, plan),
         plan=encode_plan(plan),
-        tokenizer_files={name: path.read_text() for name, path in checkpoint.tokenizer_files().items()},
+        tokenizer_files=checkpoint.tokenizer_texts(),
         goldens=recorded.to_dict() if isinstance(recorded, Goldens) else None,
         weight_bytes=plan.weights.size_bytes,
     )
-    blocks = weight_blocks(checkpoint, plan, _stage(progress, "writing weights"))
-    write_engine(output, parts, blocks, split_weights=split_weights)
-    return _report(output, plan, warnings)
+    errors = ErrorMeter()
+    blocks = weight_blocks(checkpoint, plan, _stage(progress, "writing weights"), errors)
+
+    def measured() -> dict[str, Any]:
+        return {"weights": [total.to_dict() for total in weight_totals(plan, errors)]}
+
+    write_engine(output, parts, blocks, split_weights=split_weights, measured=measured)
+    return _report(output, plan, weight_totals(plan, errors), warnings)
 
 
 def _stage(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
@@ -117,14 +132,18 @@ def _prepare_dump_dir(dump_dir: Path | None) -> None:
 
 
 def weight_blocks(
-    checkpoint: Checkpoint, plan: ExecutionPlan, progress: Callable[[int, int], None] | None = None
+    checkpoint: Checkpoint,
+    plan: ExecutionPlan,
+    progress: Callable[[int, int], None] | None = None,
+    measure: Measure | None = None,
 ) -> Iterator[memoryview]:
     """The bytes of the WEIGHTS section in order, one source tensor at a time, its pages dropped after use."""
+    weights = WeightReader(checkpoint, measure)
     written = 0
     for number, extent in enumerate(plan.weights.extents):
         if extent.offset > written:
             yield memoryview(bytes(extent.offset - written))
-        data = extent_bytes(checkpoint, extent)
+        data = extent_bytes(weights, extent)
         assert data.numel() == extent.size_bytes, extent
         yield memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs know no Buffer
         if extent.source:
@@ -136,7 +155,7 @@ def weight_blocks(
         yield memoryview(bytes(plan.weights.size_bytes - written))
 
 
-def _manifest(checkpoint: Checkpoint, recipe: Recipe, plan: ExecutionPlan) -> dict[str, Any]:
+def _manifest(checkpoint: Checkpoint, digest: str, recipe: Recipe, plan: ExecutionPlan) -> dict[str, Any]:
     """What people and tools read; nothing in it depends on the machine, the clock or a path."""
     config = checkpoint.config
     encodings = Counter(info.encoding.value for info in checkpoint.weights.values())
@@ -157,7 +176,7 @@ def _manifest(checkpoint: Checkpoint, recipe: Recipe, plan: ExecutionPlan) -> di
             "experts_per_token": config.num_experts_per_tok,
         },
         "checkpoint": {
-            "digest": checkpoint.digest(),
+            "digest": digest,
             "naming": checkpoint.naming,
             "tensors": len(checkpoint.weights),
             "encodings": dict(sorted(encodings.items())),
@@ -190,7 +209,7 @@ def _manifest(checkpoint: Checkpoint, recipe: Recipe, plan: ExecutionPlan) -> di
     }
 
 
-def _report(output: Path, plan: ExecutionPlan, warnings: list[str]) -> BuildReport:
+def _report(output: Path, plan: ExecutionPlan, weights: list[WeightTotal], warnings: list[str]) -> BuildReport:
     reader = read_engine(output)
     largest = max(plan.buckets, key=lambda bucket: bucket.arena_bytes)
     return BuildReport(
@@ -198,6 +217,7 @@ def _report(output: Path, plan: ExecutionPlan, warnings: list[str]) -> BuildRepo
         digest=reader.digest,
         size_bytes=output.stat().st_size,
         weight_bytes=plan.weights.size_bytes,
+        weights=weights,
         launches_per_step=len(largest.launches),
         kernels=len(plan.kernels),
         buckets=len(plan.buckets),

@@ -8,6 +8,7 @@ from typing import Literal
 from dsv4c.errors import InputError
 from dsv4c.runtime.engine import Engine, Sampling
 from dsv4c.text import IncrementalDecoder, StopStrings, Tokenizer
+from dsv4c.wording import counted
 
 # eos: an end token; stop: a stop string; max_tokens, context: the limit that was reached.
 StopReason = Literal["eos", "stop", "max_tokens", "context"]
@@ -22,11 +23,19 @@ class GenerationLimits:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What the limits come to for a prompt: positions of the session, and how many tokens can follow."""
+
+    context: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
 class GenerationResult:
     """`prefill_seconds` runs from the prompt to the first token, `decode_seconds` over the tokens after it."""
 
     text: str
-    token_ids: list[int]  # as sampled, the end token included
+    token_ids: list[int]  # as sampled: with the end token, and with what a stop string cut off the text
     stop_reason: StopReason
     prompt_tokens: int
     prefill_seconds: float
@@ -49,10 +58,11 @@ class GenerationResult:
 
     def to_text(self) -> str:
         """The statistics, one line."""
+        # The first token comes out of the prefill: it alone says nothing of the speed of decoding.
+        decode = f", decode {self.decode_tokens_per_second:.1f} tokens/s" if len(self.token_ids) > 1 else ""
         return (
-            f"prompt {self.prompt_tokens} tokens, prefill {self.prefill_tokens_per_second:.1f} tokens/s; "
-            f"generated {len(self.token_ids)} tokens, decode {self.decode_tokens_per_second:.1f} tokens/s; "
-            f"stopped by {self.stop_reason}"
+            f"prompt {counted(self.prompt_tokens, 'token')}, prefill {self.prefill_tokens_per_second:.1f} tokens/s; "
+            f"generated {counted(len(self.token_ids), 'token')}{decode}; stopped by {self.stop_reason}"
         )
 
 
@@ -100,9 +110,8 @@ def generate(
     emit: Callable[[str], None],
 ) -> GenerationResult:
     """Continues `prompt_ids`, passing every printable piece of the answer to `emit` as soon as it is known."""
-    context = _context(engine, len(prompt_ids), limits)
-    max_tokens = min(limits.max_tokens, context - len(prompt_ids))
-    reason: StopReason = "max_tokens" if max_tokens == limits.max_tokens else "context"
+    room = room_for(engine, prompt_ids, limits)
+    reason: StopReason = "max_tokens" if room.max_tokens == limits.max_tokens else "context"
     token_ids: list[int] = []
     pieces: list[str] = []
 
@@ -114,7 +123,7 @@ def generate(
     started = first = last = time.perf_counter()
     # No stop ids: the end token is handled here, where it is told from the limits.
     for token_id in engine.generate(
-        prompt_ids, max_new_tokens=max_tokens, sampling=sampling, stop_ids=(), context=context
+        prompt_ids, max_new_tokens=room.max_tokens, sampling=sampling, stop_ids=(), context=room.context
     ):
         last = time.perf_counter()
         first = first if token_ids else last
@@ -137,17 +146,27 @@ def generate(
     )
 
 
-def _context(engine: Engine, prompt_tokens: int, limits: GenerationLimits) -> int:
-    """Positions of the session. Room for no more than is asked: state grows with it."""
-    longest = engine.info.max_context
-    if prompt_tokens == 0:
+def room_for(engine: Engine, prompt_ids: Sequence[int], limits: GenerationLimits) -> Room:
+    """Room for no more than is asked, as state grows with it. Raises InputError where the prompt does not fit."""
+    longest, vocab_size, length = engine.info.max_context, engine.info.vocab_size, len(prompt_ids)
+    if length == 0:
         raise InputError("the prompt is empty", hint="give at least one token: this model has no token to begin with")
-    if limits.context is not None and limits.context > longest:
-        raise InputError(f"a context of {limits.context} tokens is asked; the model has {longest}")
-    context = min(longest, limits.context or prompt_tokens + limits.max_tokens)
-    if prompt_tokens >= context:
+    unknown = next((token_id for token_id in prompt_ids if not 0 <= token_id < vocab_size), None)
+    if unknown is not None:
         raise InputError(
-            f"the prompt is {prompt_tokens} tokens and leaves no room in a context of {context}",
-            hint=f"shorten the prompt, or raise `--context` (up to {longest})",
+            f"token {unknown} of the prompt is outside the model's vocabulary",
+            hint=f"token ids are 0 to {vocab_size - 1}",
         )
-    return context
+    if limits.context is not None and limits.context > longest:
+        raise InputError(
+            f"a context of {limits.context} tokens is asked; the model has {longest}",
+            hint=f"`--context` takes up to {longest}; left out, it is what prompt and answer need",
+        )
+    context = min(longest, limits.context or length + limits.max_tokens)
+    if length >= context:
+        longer = f", or raise `--context` (up to {longest})" if context < longest else ""
+        raise InputError(
+            f"the prompt is {counted(length, 'token')} and leaves no room in a context of {context}",
+            hint=f"shorten the prompt{longer}",
+        )
+    return Room(context, min(limits.max_tokens, context - length))

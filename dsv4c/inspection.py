@@ -1,11 +1,14 @@
 """`dsv4c inspect` of a checkpoint: what the folder holds, from its config and headers alone."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from dsv4c.checkpoint.checkpoint import Checkpoint, WeightInfo
 from dsv4c.checkpoint.config import LayerConfig, LayerKind
+from dsv4c.checkpoint.formats import Encoding
+from dsv4c.wording import counted
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class DraftSummary:
 class CheckpointSummary:
     """`layers` counts the main layers by kind, as `csa/4` where a compressed entry stands for 4 tokens.
 
-    `encodings` and `tensors` are of the main model.
+    `tensors`, `parameters` and `encodings` are of the main model. The ids of the hash tables are no parameters.
     """
 
     model_type: str
@@ -44,6 +47,7 @@ class CheckpointSummary:
     max_context: int
     shards: int
     tensors: int
+    parameters: int
     encodings: dict[str, EncodingTotal]
     draft: DraftSummary | None
     tokenizer_files: list[str]
@@ -57,12 +61,14 @@ class CheckpointSummary:
         layers = sum(self.layers.values())
         total_bytes = sum(total.size_bytes for total in self.encodings.values())
         lines = [
-            f"model        {self.model_type}, {self.naming} naming, {self.shards} shards",
+            f"model        {self.model_type}, {self.naming} naming, {counted(self.shards, 'shard')}",
             f"layers       {layers}: {kinds}",
             f"experts      {self.experts}, {self.experts_per_token} a token, {self.shared_experts} shared",
-            f"routing      {self.hash_routed_layers} layers by hash table, {layers - self.hash_routed_layers} by score",
+            f"routing      {counted(self.hash_routed_layers, 'layer')} by hash table, "
+            f"{layers - self.hash_routed_layers} by score",
             f"sizes        hidden {self.hidden_size}, vocabulary {self.vocab_size}, context {self.max_context}",
-            f"weights      {self.tensors} tensors, {total_bytes:,} bytes with scales",
+            f"weights      {counted(self.tensors, 'tensor')}, {counted(self.parameters, 'parameter')}, "
+            f"{total_bytes:,} bytes with scales",
             *(f"  {name:<10} {_total_text(total)}" for name, total in self.encodings.items()),
             f"draft        {self._draft_text()}",
             f"tokenizer    {', '.join(self.tokenizer_files) or 'none'}",
@@ -94,6 +100,9 @@ def summarize_checkpoint(checkpoint: Checkpoint) -> CheckpointSummary:
         max_context=config.max_position_embeddings,
         shards=len(checkpoint.shard_paths),
         tensors=len(checkpoint.weights),
+        parameters=sum(
+            math.prod(weight.shape) for weight in checkpoint.weights.values() if weight.encoding is not Encoding.INT64
+        ),
         encodings={name: _total(by_encoding[name]) for name in sorted(by_encoding)},
         draft=_draft(checkpoint.draft_weights),
         tokenizer_files=sorted(checkpoint.tokenizer_files()),
@@ -111,7 +120,7 @@ def _total(weights: Iterable[WeightInfo]) -> EncodingTotal:
 
 
 def _total_text(total: EncodingTotal) -> str:
-    return f"{total.tensors} tensors, {total.size_bytes:,} bytes"
+    return f"{counted(total.tensors, 'tensor')}, {total.size_bytes:,} bytes"
 
 
 def _draft(weights: Mapping[str, WeightInfo]) -> DraftSummary | None:

@@ -15,10 +15,14 @@ from dsv4c.errors import RecipeError
 from dsv4c.target import Target, find_target
 
 Numerics = Literal["exact", "reference"]
-WeightEncoding = Literal["stored"]
+ExpertEncoding = Literal["stored", "fp8", "fp4", "int8", "int4"]
+DenseEncoding = Literal["stored", "fp8", "int8", "int4"]
+Rounding = Literal["nearest", "search"]
 KvEncoding = Literal["f32", "fp8"]
 IndexKeyEncoding = Literal["f32", "fp4", "fp8"]
 
+# Inputs that may share a scale in INT8 and INT4 weights.
+GROUPS = (32, 64, 128)
 # Rows of a step that a bucket may hold; beyond it the arena outgrows what a step gains.
 MAX_BUCKET_TOKENS = 16384
 # How each setting of `numerics` keeps the KV cache and the index keys unless the recipe says otherwise.
@@ -30,14 +34,26 @@ _STATE_DEFAULTS: Mapping[Numerics, tuple[KvEncoding, IndexKeyEncoding]] = {
 
 @dataclass(frozen=True)
 class WeightsRecipe:
-    """How weights lie in the engine: `stored` keeps the checkpoint's encoding bit for bit."""
+    """How weights lie in the engine: `stored` keeps the checkpoint's encoding bit for bit.
 
-    experts: WeightEncoding = "stored"
-    dense: WeightEncoding = "stored"
+    `experts` are the routed experts, `dense` the shared experts and the projections of attention and indexer; nothing
+    else is ever quantised. The groups count for int8 and int4, `rounding` for all that the build quantises.
+    """
+
+    experts: ExpertEncoding = "stored"
+    dense: DenseEncoding = "stored"
+    # INT4 gains much from small groups, INT8 next to nothing.
+    experts_group: int = 32
+    dense_group: int = 128
+    # nearest: scales by rule; search: for each block the scale of least squared error among a few.
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        _require_choice("weights.experts", self.experts, get_args(WeightEncoding))
-        _require_choice("weights.dense", self.dense, get_args(WeightEncoding))
+        _require_choice("weights.experts", self.experts, get_args(ExpertEncoding))
+        _require_choice("weights.dense", self.dense, get_args(DenseEncoding))
+        _require_group("weights.experts_group", self.experts_group)
+        _require_group("weights.dense_group", self.dense_group)
+        _require_choice("weights.rounding", self.rounding, get_args(Rounding))
 
 
 @dataclass(frozen=True)
@@ -62,12 +78,9 @@ class Recipe:
         _require_choice("numerics", self.numerics, get_args(Numerics))
         _require_choice("kv", self.kv, get_args(KvEncoding))
         _require_choice("index_keys", self.index_keys, get_args(IndexKeyEncoding))
-        if self.numerics == "exact" and (self.kv, self.index_keys) != _STATE_DEFAULTS["exact"]:
-            raise RecipeError(
-                f'`numerics = "exact"` keeps state in f32; the recipe asks for '
-                f"kv = {self.kv!r}, index_keys = {self.index_keys!r}",
-                hint='leave both keys out, or use `numerics = "reference"`',
-            )
+        if self.numerics == "exact":
+            _require_exact_state("kv", self.kv)
+            _require_exact_state("index_keys", self.index_keys)
         _require_buckets("decode_buckets", self.decode_buckets)
         _require_buckets("mixed_buckets", self.mixed_buckets)
         if not self.mixed_buckets:
@@ -77,9 +90,12 @@ class Recipe:
 
     @staticmethod
     def for_target(name: str, path: Path | None) -> "Recipe":
-        """The recipe in `path`, or the target's own one; a recipe for another target is refused."""
+        """The recipe in `path`, or the target's own one; a recipe for another target is refused.
+
+        `path` may also be the name of a recipe that comes with dsv4c, with or without `.toml`; a file here goes first.
+        """
         target = find_target(name)
-        source = path or recipes_folder() / f"{name}.toml"
+        source = recipes_folder() / f"{name}.toml" if path is None else _find(path)
         recipe = load_recipe(source)
         if recipe.target != target:
             raise RecipeError(
@@ -108,18 +124,37 @@ def recipes_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
+def _find(path: Path) -> Path:
+    """`path`, or the recipe of dsv4c that it names."""
+    if path.exists() or path.parent != Path():
+        return path
+    bundled = recipes_folder() / (path.name if path.suffix == ".toml" else f"{path.name}.toml")
+    return bundled if bundled.is_file() else path
+
+
 def load_recipe(path: Path) -> Recipe:
     """Reads and checks a TOML recipe."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise RecipeError(f"there is no recipe {path}", hint=f"recipes of dsv4c: {_available()}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read recipe {path}: {error}") from None
+        raise RecipeError(
+            f"there is no recipe {path}", hint=f"give a file, or the name of one that comes with dsv4c: {_available()}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"cannot read recipe {path}: {error.reason} at byte {error.start}", hint="TOML is written in UTF-8"
+        ) from None
+    except OSError as error:
+        raise RecipeError(
+            f"cannot read recipe {path}: {error.strerror}", hint="check the path and its permissions"
+        ) from None
     try:
         return parse_recipe(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path} is not TOML: {error}") from None
+        raise RecipeError(
+            f"{path} is not TOML: {error}",
+            hint='keys are written `name = "text"`, `name = 16` or `name = [1, 4]`; the recipes of dsv4c are examples',
+        ) from None
     except RecipeError as error:
         raise RecipeError(f"{path}: {error.message}", hint=error.hint) from None
 
@@ -156,10 +191,11 @@ def _parse_weights(table: object) -> WeightsRecipe:
 def _refuse_unknown(table: Mapping[str, object], known: Collection[str], prefix: str) -> None:
     for key in table:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            nearest = difflib.get_close_matches(key, known, n=1)
+            meant = f"did you mean `{prefix}{nearest[0]}`? " if nearest else ""
             raise RecipeError(
                 f"unknown key `{prefix}{key}`",
-                hint=f"did you mean `{prefix}{nearest}`? known: {', '.join(prefix + name for name in known)}",
+                hint=f"{meant}known: {', '.join(prefix + name for name in known)}",
             )
 
 
@@ -167,6 +203,19 @@ def _require_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         names = ", ".join(f'"{choice}"' for choice in choices)
         raise RecipeError(f"`{key}` is {value!r}", hint=f"choose one of: {names}")
+
+
+def _require_exact_state(key: str, value: str) -> None:
+    if value != "f32":
+        raise RecipeError(
+            f'`{key}` is {value!r}; exact numerics keep it in "f32"',
+            hint=f'leave `{key}` out, or use `numerics = "reference"`',
+        )
+
+
+def _require_group(key: str, value: object) -> None:
+    if value not in GROUPS or isinstance(value, float):
+        raise RecipeError(f"`{key}` is {value!r}", hint=f"choose one of: {', '.join(map(str, GROUPS))}")
 
 
 def _require_integer(key: str, value: object, low: int, high: int) -> None:
@@ -191,4 +240,4 @@ def _plain(value: object) -> object:
 
 
 def _available() -> str:
-    return ", ".join(sorted(path.name for path in recipes_folder().glob("*.toml"))) or "none found"
+    return ", ".join(sorted(path.stem for path in recipes_folder().glob("*.toml"))) or "none found"

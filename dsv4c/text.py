@@ -16,6 +16,7 @@ from dsv4c.errors import InputError
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+_REPLACE = "mend it in the checkpoint's folder and build again; token ids (`--ids`) need no tokenizer"
 
 
 class Tokenizer:
@@ -33,7 +34,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         # `from_str` reports every fault of the file as a plain Exception.
         except Exception as error:  # noqa: BLE001
-            raise InputError(f"the engine's {TOKENIZER_FILE} cannot be read: {error}") from None
+            raise InputError(f"the engine's {TOKENIZER_FILE} cannot be read: {error}", hint=_REPLACE) from None
         if not _is_byte_level(decoder):
             raise InputError(
                 f"the engine's {TOKENIZER_FILE} is not a byte-level tokenizer, which is the only kind dsv4c decodes",
@@ -83,7 +84,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
-            raise InputError("a stop string is empty")
+            raise InputError("a stop string is empty", hint="give the text to end before, or leave `--stop` out")
         self._stops = tuple(stops)
         self._held = ""  # the end of the stream so far that may be the beginning of a stop string
         self.matched = False
@@ -132,7 +133,7 @@ def _read_config(files: Mapping[str, str]) -> Mapping[str, object]:
     try:
         config = json.loads(files.get(TOKENIZER_CONFIG_FILE, "{}"))
     except json.JSONDecodeError as error:
-        raise InputError(f"the engine's {TOKENIZER_CONFIG_FILE} is not JSON: {error}") from None
+        raise InputError(f"the engine's {TOKENIZER_CONFIG_FILE} is not JSON: {error}", hint=_REPLACE) from None
     return config if isinstance(config, dict) else {}
 
 

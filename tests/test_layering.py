@@ -19,7 +19,9 @@ _CHOICES = {"target", "recipe", "cubin_cache", "jit_caches"}
 # Stages in the order of the flow; each may import those before it.
 _STAGES = ("checkpoint", "graph", "passes", "plan", "kernels", "engine")
 # Beside the compiler: one module per command that is more than a call.
-_COMMANDS = {"compiler", "goldens", "verification", "inspection", "generation", "chat", "text"}
+_COMMANDS = {
+    *("benchmark", "chat", "compiler", "generation", "goldens", "inspection", "text", "verification", "weight_report"),
+}
 _ALL_BELOW_CLI = {*_GROUND, *_CHOICES, *_STAGES, "runtime", "export", *_COMMANDS}
 
 MAY_IMPORT: dict[str, set[str]] = {

@@ -48,7 +48,11 @@ def test_dict_for_the_manifest_reads_back() -> None:
     [
         ({"numeric": "exact"}, "unknown key `numeric`", "did you mean `numerics`?"),
         ({"weights": {"expert": "stored"}}, "unknown key `weights.expert`", "did you mean `weights.experts`?"),
-        ({"weights": {"experts": "int4"}}, "`weights.experts` is 'int4'", '"stored"'),
+        ({"weights": {"experts": "int3"}}, "`weights.experts` is 'int3'", '"stored", "fp8", "fp4", "int8", "int4"'),
+        ({"weights": {"dense": "fp4"}}, "`weights.dense` is 'fp4'", '"stored", "fp8", "int8", "int4"'),
+        ({"weights": {"experts_group": 16}}, "`weights.experts_group` is 16", "32, 64, 128"),
+        ({"weights": {"dense_group": "64"}}, "`weights.dense_group` is '64'", "32, 64, 128"),
+        ({"weights": {"rounding": "up"}}, "`weights.rounding` is 'up'", '"nearest", "search"'),
         ({"weights": "stored"}, "`weights` is not a table", "[weights]"),
         ({"numerics": "exakt"}, "`numerics` is 'exakt'", '"exact", "reference"'),
         ({"numerics": ["exact"]}, "`numerics` is ['exact']", '"exact"'),

@@ -1,7 +1,6 @@
 """A DeepSeek-V4 checkpoint folder: checked from config and headers on opening, weights read one at a time."""
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from dsv4c.checkpoint.storage import check_storage
 from dsv4c.errors import CheckpointError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_READ_BYTES = 8 << 20
 _NAMES_SHOWN = 3
 
 
@@ -88,62 +86,19 @@ class Checkpoint:
         """Those of tokenizer.json, tokenizer_config.json and chat_template.jinja that exist, by file name."""
         return {name: self.path / name for name in _TOKENIZER_FILES if (self.path / name).is_file()}
 
-    def digest(self) -> str:
-        """Hex sha256 over config.json and the bytes of every shard in name order; where the folder lies is no part."""
-        sha256 = hashlib.sha256()
-        for path in (self.path / "config.json", *self.shard_paths):
+    def tokenizer_texts(self) -> dict[str, str]:
+        """Their texts by file name. Raises CheckpointError where one cannot be read or is not UTF-8."""
+        texts = {}
+        for name, path in self.tokenizer_files().items():
             try:
-                with path.open("rb") as file:
-                    # The size marks where one file ends and the next begins.
-                    sha256.update(file.seek(0, 2).to_bytes(8, "little"))
-                    file.seek(0)
-                    while block := file.read(_READ_BYTES):
-                        sha256.update(block)
+                texts[name] = path.read_text(encoding="utf-8")
             except OSError as error:
                 raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        return sha256.hexdigest()
-
-    def check_values(self, progress: Callable[[str], None] | None = None) -> list[str]:
-        """Checks what headers cannot tell: the expert ids of every hash table. Returns warnings.
-
-        progress: called with each name before it is read. Raises CheckpointError for a table with an id out of range
-        or with nothing but zeros.
-        """
-        found = []
-        for name, info in self.weights.items():
-            if info.encoding is not Encoding.INT64:
-                continue
-            if progress is not None:
-                progress(name)
-            found += _check_expert_ids(info, self.codes(name), self.config.n_routed_experts)
-            self.release(name)
-        return found
-
-
-def _check_expert_ids(info: WeightInfo, ids: Tensor, experts: int) -> list[str]:
-    where = f"{info.stored.shard}: tensor `{info.stored.name}`"
-    outside = ((ids < 0) | (ids >= experts)).nonzero()
-    if len(outside):
-        token, slot = (int(index) for index in outside[0])
-        raise CheckpointError(
-            f"{where}[{token}, {slot}] is {int(ids[token, slot])}, expected an expert id of 0..{experts - 1} "
-            f"({len(outside)} such)",
-            hint="a cast to bf16 alters ids above 256; take the table from the released checkpoint",
-        )
-    if not bool(ids.any()):
-        raise CheckpointError(
-            f"{where} is all zeros: no token has experts of its own",
-            hint="the table was initialised but never loaded; take it from the released checkpoint",
-        )
-    zero_rows = (ids == 0).all(dim=1)
-    ordered = ids.sort(dim=1).values
-    repeated = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1) & ~zero_rows
-    messages = []
-    if zeros := int(zero_rows.sum()) if ids.shape[1] > 1 else 0:
-        messages.append(f"{where}: {zeros} rows are all zeros (padding of the vocabulary?)")
-    if repeats := int(repeated.sum()):
-        messages.append(f"{where}: {repeats} rows name an expert twice, first token {int(repeated.nonzero()[0])}")
-    return messages
+            except UnicodeDecodeError as error:
+                raise CheckpointError(
+                    f"{path} is not UTF-8 (byte {error.start})", hint="the file is damaged; download it again"
+                ) from error
+        return texts
 
 
 def expected_weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ config may carry both; then they must agree. What the model does not define is r
 """
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from dsv4c.checkpoint.safetensors import read_json
 from dsv4c.errors import CheckpointError
 
 CSA_RATIO = 4
+_MAX_SINKHORN_ITERS = 64  # each is written out in the graph; the released models have 20
+_MAX_BLOCK = 1 << 20
+_MAX_EXPERTS = 1 << 18  # in all layers: ten times the largest model
 
 
 class LayerKind(enum.Enum):
@@ -284,6 +288,17 @@ def parse_config(data: Mapping[str, object], where: str) -> ModelConfig:
 def _check_sizes(fields: ConfigFields, config: ModelConfig) -> None:
     if config.num_experts_per_tok > config.n_routed_experts:
         raise fields.wrong("num_experts_per_tok", f"at most `n_routed_experts` ({config.n_routed_experts})")
+    # Every expert has names of its own, which are listed before a weight is looked at.
+    if config.n_routed_experts * config.num_hidden_layers > _MAX_EXPERTS:
+        raise fields.wrong("n_routed_experts", f"at most {_MAX_EXPERTS} in all {config.num_hidden_layers} layers")
+    if config.hc_sinkhorn_iters > _MAX_SINKHORN_ITERS:
+        raise fields.wrong("hc_sinkhorn_iters", f"at most {_MAX_SINKHORN_ITERS}")
+    # State is divided into blocks that hold whole entries of every layer.
+    block = math.lcm(*(max(layer.ratio, 1) for layer in config.layers))
+    if block > _MAX_BLOCK:
+        raise fields.error(
+            f"the compress ratios of the layers have a common multiple of {block}, expected at most {_MAX_BLOCK}"
+        )
     if config.num_attention_heads % config.o_groups:
         raise fields.wrong("o_groups", f"a divisor of `num_attention_heads` ({config.num_attention_heads})")
     if config.index_head_dim < config.rotary_dim:

@@ -1,12 +1,16 @@
 """Typed reading of a JSON object, with errors that name the file and the key."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import cast
 
 from dsv4c.errors import CheckpointError
 
 _MISSING = object()
+# The engine file and the kernels count in 32 bits; no model comes near.
+MAX_SIZE = 2**31 - 1
+_MAX_NUMBER = 3e38  # of float32
 
 
 class ConfigFields:
@@ -28,7 +32,7 @@ class ConfigFields:
         return f"`{self.prefix}{key}`"
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
-        return self.error(f"{self.name(key)} is {self.data.get(key)!r}, expected {expected}")
+        return self.error(f"{self.name(key)} is {reprlib.repr(self.data.get(key))}, expected {expected}")
 
     def _get(self, key: str, default: object = _MISSING) -> object:
         value = self.data.get(key)
@@ -45,6 +49,8 @@ class ConfigFields:
             raise self.wrong(key, "an integer")
         if value < minimum:
             raise self.wrong(key, f"at least {minimum}")
+        if value > MAX_SIZE:
+            raise self.wrong(key, f"at most {MAX_SIZE}")
         return value
 
     def number(self, key: str, minimum: float = 0.0, default: object = _MISSING) -> float:
@@ -53,7 +59,7 @@ class ConfigFields:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise self.wrong(key, "a number")
         # Python's JSON reads NaN, Infinity and integers beyond any float.
-        if (isinstance(value, float) and not math.isfinite(value)) or abs(value) > 1e300 or value <= minimum:
+        if (isinstance(value, float) and not math.isfinite(value)) or abs(value) > _MAX_NUMBER or value <= minimum:
             raise self.wrong(key, f"a finite number greater than {minimum:g}")
         return float(value)
 
@@ -66,9 +72,9 @@ class ConfigFields:
     def integers(self, key: str, minimum: int) -> list[int]:
         value = self._get(key)
         if not isinstance(value, list) or not all(
-            isinstance(item, int) and not isinstance(item, bool) and item >= minimum for item in value
+            isinstance(item, int) and not isinstance(item, bool) and minimum <= item <= MAX_SIZE for item in value
         ):
-            raise self.wrong(key, f"a list of integers of at least {minimum}")
+            raise self.wrong(key, f"a list of integers of at least {minimum}, at most {MAX_SIZE}")
         return value
 
     def choices(self, key: str, allowed: Mapping[str, object], length: int) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4c.checkpoint.safetensors import StoredTensor
 from dsv4c.errors import CheckpointError
 
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -48,7 +48,7 @@ class MappedShards:
         A copy only where the extent is not aligned to its element size. Raises CheckpointError when the shard has
         shrunk since its header was read.
         """
-        dtype = _TORCH_DTYPES[stored.dtype]
+        dtype = TORCH_DTYPES[stored.dtype]
         if stored.size_bytes == 0:
             return torch.empty(stored.shape, dtype=dtype)
         mapped = self._map(stored.shard)

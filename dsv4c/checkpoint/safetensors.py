@@ -5,8 +5,9 @@ offsets, and the engine streams raw extents.
 """
 
 import json
-import math
+import os
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ MAX_HEADER_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _LENGTH_BYTES = 8
+# Beyond any file: sizes are not multiplied further, as a damaged shape could make the product as long as the header.
+_MAX_BITS = 1 << 128
 _SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 DTYPE_BITS: Mapping[str, int] = {
@@ -95,6 +98,16 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _size_bits(shape: list[int], bits: int) -> int:
+    if 0 in shape:
+        return 0
+    for size in shape:
+        bits *= size
+        if bits > _MAX_BITS:
+            break
+    return bits
+
+
 def _parse_entry(shard: Path, name: str, entry: object, data_start: int) -> StoredTensor:
     where = f"{shard}: tensor `{name}`"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
@@ -102,19 +115,24 @@ def _parse_entry(shard: Path, name: str, entry: object, data_start: int) -> Stor
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(
-            f"{where}: unknown dtype {dtype!r}", hint=f"safetensors dtypes are {', '.join(DTYPE_BITS)}"
+            f"{where}: unknown dtype {reprlib.repr(dtype)}", hint=f"safetensors dtypes are {', '.join(DTYPE_BITS)}"
         )
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
-        raise CheckpointError(f"{where}: shape is {shape!r}, expected sizes >= 0", hint=_DAMAGED)
+        raise CheckpointError(f"{where}: shape is {reprlib.repr(shape)}, expected sizes >= 0", hint=_DAMAGED)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise CheckpointError(f"{where}: data_offsets is {offsets!r}, expected [begin, end] >= 0", hint=_DAMAGED)
+        raise CheckpointError(
+            f"{where}: data_offsets is {reprlib.repr(offsets)}, expected [begin, end] >= 0", hint=_DAMAGED
+        )
     begin, end = offsets
     if end < begin:
-        raise CheckpointError(f"{where}: data_offsets is {offsets!r}: the end lies before the begin", hint=_DAMAGED)
-    bits = math.prod(shape) * DTYPE_BITS[dtype]
+        raise CheckpointError(
+            f"{where}: data_offsets is {reprlib.repr(offsets)}: the end lies before the begin", hint=_DAMAGED
+        )
+    bits = _size_bits(shape, DTYPE_BITS[dtype])
     if bits % 8 or bits // 8 != end - begin:
         raise CheckpointError(
-            f"{where}: its extent is {end - begin} bytes, {dtype} {shape} needs {bits / 8:g}", hint=_DAMAGED
+            f"{where}: its extent is {end - begin} bytes, {dtype} {reprlib.repr(shape)} needs {bits / 8:g}",
+            hint=_DAMAGED,
         )
     return StoredTensor(name, dtype, tuple(shape), shard, data_start + begin, end - begin)
 
@@ -195,9 +213,9 @@ def read_index(folder: Path) -> ShardIndex:
     for name, shard in weight_map.items():
         # A shard is a file of this folder: no separators, no way up.
         if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard:
-            raise CheckpointError(f"{index_path}: tensor `{name}` is in {shard!r}, expected a file name")
+            raise CheckpointError(f"{index_path}: tensor `{name}` is in {reprlib.repr(shard)}, expected a file name")
     names = sorted(set(weight_map.values()))
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(folder / name)]
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing[:3])}",

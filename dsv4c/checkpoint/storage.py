@@ -1,17 +1,10 @@
 """Whether a stored tensor can hold a weight: its dtype, its shape, its scales."""
 
-import re
-
 from dsv4c.checkpoint.formats import FP4_GROUP, Encoding
 from dsv4c.checkpoint.safetensors import StoredTensor
+from dsv4c.checkpoint.tensor_classes import DENSE, EXPERT
 from dsv4c.errors import CheckpointError
 
-# Only what the released models quantise: the router, the compressors and the heads stay in float.
-_DENSE = re.compile(
-    r"(layers|mtp)\.\d+\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123])\.weight"
-    r"|mtp\.\d+\.(e_proj|h_proj|main_proj)\.weight"
-)
-_EXPERT = re.compile(r"(layers|mtp)\.\d+\.ffn\.experts\.\d+\.w[123]\.weight")
 _FLOATS = {"F32": Encoding.F32, "BF16": Encoding.BF16, "F16": Encoding.F16}
 _SCALE_DTYPES = ("F8_E8M0", "U8", "F32")
 _PACKED_DTYPES = ("I8", "U8")
@@ -40,13 +33,13 @@ def _encoding_of(name: str, stored: StoredTensor) -> Encoding:
         return Encoding.INT64
     if stored.dtype in _FLOATS:
         return _FLOATS[stored.dtype]
-    expert = bool(_EXPERT.fullmatch(name))
-    if stored.dtype == "F8_E4M3" and (expert or _DENSE.fullmatch(name)):
+    expert = bool(EXPERT.fullmatch(name))
+    if stored.dtype == "F8_E4M3" and (expert or DENSE.fullmatch(name)):
         return Encoding.FP8_BLOCK
     if stored.dtype in _PACKED_DTYPES and expert:
         return Encoding.FP4_GROUP
     readable = list(_FLOATS)
-    if expert or _DENSE.fullmatch(name):
+    if expert or DENSE.fullmatch(name):
         readable.append("F8_E4M3")
     if expert:
         readable.append("I8 or U8 (packed FP4)")

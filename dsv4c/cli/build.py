@@ -15,7 +15,12 @@ _PATH = click.Path(path_type=Path)
 @click.command("build")
 @click.argument("checkpoint", type=_PATH)
 @click.option("--target", required=True, metavar="NAME", help="What to build for: cpu.")
-@click.option("--recipe", type=_PATH, metavar="FILE", help="A recipe other than the target's own one.")
+@click.option(
+    "--recipe",
+    type=_PATH,
+    metavar="RECIPE",
+    help="A recipe other than the target's own one: a file, or a name such as cpu-reference.",
+)
 @click.option(
     "-o", "--output", type=_PATH, metavar="FILE", show_default="CHECKPOINT.NAME.dsv4c, here", help="The engine file."
 )
@@ -25,12 +30,17 @@ _PATH = click.Path(path_type=Path)
     help="Instead of the recipe's: fp32 throughout, or the quantisation the model was trained with.",
 )
 @click.option("--dump-dir", type=_PATH, metavar="DIR", help="Write the graph after every pass, and the plan, here.")
-@click.option("--split-weights", is_flag=True, help="Put the weights into a file of their own beside the engine.")
+@click.option(
+    "--split-weights",
+    is_flag=True,
+    help="Put the weights into a file of their own, OUTPUT.weights. The two belong together: keep both names.",
+)
 @click.option("--no-goldens", is_flag=True, help="Leave out the run that `verify --replay` repeats.")
 @click.option(
     "--check-values/--no-check-values",
     default=True,
-    help="Check what only the weights' values can show, such as ids out of range; done unless turned off.",
+    help="Refuse weights that are NaN or infinite, and tables with ids that are no experts; done unless turned off. "
+    "Without it a damaged checkpoint becomes an engine that answers nonsense.",
 )
 @json_option
 def build_command(
@@ -75,7 +85,7 @@ def build_command(
 def _checked_output(path: Path) -> Path:
     """Found out before the build, which may take an hour."""
     if path.is_dir():
-        raise InputError(f"the output {path} is a folder", hint="name the engine file to write")
+        raise InputError(f"the output {path} is a folder", hint=f"name a file, such as -o {path / 'model.dsv4c'}")
     if not path.parent.is_dir():
         raise InputError(f"the folder of the output, {path.parent}, does not exist", hint="make it first")
     return path

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from dsv4c.cli.options import json_option, print_json, require_exists
+from dsv4c.cli.stdout import write_stdout
 from dsv4c.engine.reader import read_engine
 from dsv4c.engine.summary import engine_summary, summary_text
 
@@ -17,7 +18,7 @@ def inspect_command(path: Path, as_json: bool) -> None:
 
     PATH is an engine file or a checkpoint folder. Reads headers, not weights.
     """
-    if require_exists(path).is_dir():
+    if require_exists(path, "an engine file or a checkpoint folder").is_dir():
         # Here and not above: a checkpoint needs torch, which takes seconds to load; an engine does not.
         from dsv4c.checkpoint.checkpoint import open_checkpoint
         from dsv4c.inspection import summarize_checkpoint
@@ -30,4 +31,4 @@ def inspect_command(path: Path, as_json: bool) -> None:
     if as_json:
         print_json(summary)
     else:
-        click.echo(text)
+        write_stdout(f"{text}\n")

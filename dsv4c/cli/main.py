@@ -1,13 +1,14 @@
 """The `dsv4c` command: finds the subcommand, and turns what it raises into messages and exit codes."""
 
+import errno
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 import click
 
 from dsv4c import errors
+from dsv4c.cli.stdout import drop_stdout
 from dsv4c.engine.format import FORMAT_VERSION
 from dsv4c.errors import Dsv4cError, InputError
 from dsv4c.version import VERSION
@@ -58,8 +59,8 @@ class LazyGroup(click.Group):
             sys.stdout.flush()
             return result
         except BrokenPipeError:
-            # Here, because click itself would end with 1. Python flushes once more at exit, which would complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # Here, because click itself would end with 1.
+            drop_stdout()
             raise click.exceptions.Exit(BROKEN_PIPE_EXIT_CODE) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -83,16 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(args=arguments, prog_name="dsv4c", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.Abort:
+        click.echo("interrupted", err=True)
         return INTERRUPTED_EXIT_CODE
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        click.echo(_usage_error(error).to_text(), err=True)
         return error.exit_code
     except Dsv4cError as error:
         return _fail(error)
     except OSError as error:
-        return _fail(
-            InputError(_os_error_text(error), hint="check the path, its permissions and the space on the disk")
-        )
+        return _fail(_input_error(error))
 
 
 def _fail(error: Dsv4cError) -> int:
@@ -100,6 +103,17 @@ def _fail(error: Dsv4cError) -> int:
     return error.exit_code
 
 
-def _os_error_text(error: OSError) -> str:
+def _usage_error(error: click.ClickException) -> Dsv4cError:
+    """What click says, in the form of all messages."""
+    text = error.format_message().rstrip(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    command = "dsv4c" if context is None else context.command_path
+    return Dsv4cError(text[:1].lower() + text[1:], hint=f"see `{command} --help`")
+
+
+def _input_error(error: OSError) -> InputError:
     reason = error.strerror or str(error)
-    return f"{error.filename}: {reason}" if error.filename is not None else reason
+    message = reason if error.filename is None else f"{error.filename}: {reason}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return InputError(message, hint="free some space, or write to another disk")
+    return InputError(message, hint=None if error.filename is None else "check the path and its permissions")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from dsv4c.cli.stdout import write_stdout
 from dsv4c.errors import InputError
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -13,16 +14,19 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def require_engine_file(path: Path) -> Path:
     """`path` if it is a file; a folder is most likely the checkpoint."""
     if path.is_dir():
-        raise InputError(f"{path} is a folder, not an engine file", hint=f"build one first: dsv4c build {path}")
-    return require_exists(path)
+        raise InputError(
+            f"{path} is a folder, not an engine file", hint=f"build one first: dsv4c build {path} --target cpu"
+        )
+    return require_exists(path, "an engine file, which `dsv4c build CHECKPOINT --target cpu` makes")
 
 
-def require_exists(path: Path) -> Path:
+def require_exists(path: Path, expected: str) -> Path:
+    """`path` if there is such a thing; `expected` says what it should be."""
     if not path.exists():
-        raise InputError(f"there is no {path}", hint="check the path")
+        raise InputError(f"there is no {path}", hint=f"give the path of {expected}")
     return path
 
 
 def print_json(value: dict[str, object]) -> None:
     """Data for a program, on stdout."""
-    click.echo(json.dumps(value, indent=2))
+    write_stdout(json.dumps(value, indent=2) + "\n")

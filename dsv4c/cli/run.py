@@ -1,19 +1,24 @@
 """`dsv4c run`."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from dsv4c.chat import encode_chat
 from dsv4c.cli.options import json_option, print_json, require_engine_file
+from dsv4c.cli.stdout import write_stdout
 from dsv4c.errors import InputError
-from dsv4c.generation import GenerationLimits, IdOutput, TextOutput, generate
+from dsv4c.generation import GenerationLimits, IdOutput, TextOutput, generate, room_for
 from dsv4c.runtime.engine import Engine, Sampling
 from dsv4c.text import Tokenizer
 
 _PATH = click.Path(path_type=Path)
+# Parameter -> option: what only counts where tokens are drawn.
+_SAMPLING_OPTIONS = {"top_k": "--top-k", "top_p": "--top-p", "seed": "--seed"}
 
 
 @click.command("run")
@@ -24,7 +29,11 @@ _PATH = click.Path(path_type=Path)
 @click.option("--system", metavar="TEXT", help="The system text of the chat.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Longest answer.")
 @click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0: the likeliest token."
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="0: the likeliest token, whatever the next three say.",
 )
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0: all tokens.")
 @click.option(
@@ -33,7 +42,12 @@ _PATH = click.Path(path_type=Path)
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of the random numbers.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before TEXT. May be given several times.")
 @click.option("--ids", is_flag=True, help="The prompt and the answer are token ids, separated by spaces.")
-@click.option("--threads", type=click.IntRange(min=1), show_default="every core", help="CPU threads.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    show_default="one a processor",
+    help="CPU threads, at most one a processor.",
+)
 @click.option(
     "--context", type=click.IntRange(min=1), show_default="prompt and answer", help="Positions to make room for."
 )
@@ -58,34 +72,66 @@ def run_command(
     """Generate text from a prompt.
 
     PROMPT is the text to continue, or - to read it from stdin. The answer is
-    streamed to stdout; speeds go to stderr.
+    streamed to stdout; speeds go to stderr. Weights are not checked at every
+    run: `dsv4c verify` does that.
     """
     _refuse_text_options_with_ids(ids, chat, stop)
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
+    if temperature == 0:
+        _note_options_without_effect(click.get_current_context())
     text = _read_prompt(prompt, prompt_file)
-    with Engine.open(require_engine_file(engine), threads=threads) as opened:
+    limits = GenerationLimits(max_tokens, context)
+    with Engine.open(require_engine_file(engine), threads=_available_threads(threads)) as opened:
         output: TextOutput | IdOutput
         if ids:
-            prompt_ids, output = _parse_ids(text), IdOutput()
+            prompt_ids, output = _parse_ids(text, opened.info.bos_token_id), IdOutput()
         else:
             tokenizer = Tokenizer(opened.tokenizer_files())
             prompt_ids = _encode(tokenizer, text, chat, system, opened.info.bos_token_id)
             output = TextOutput(tokenizer, stop)
+        room = room_for(opened, prompt_ids, limits)
+        if room.max_tokens < max_tokens:
+            _note(f"at most {room.max_tokens} tokens of answer: the context is {room.context} tokens")
         result = generate(
             opened,
             prompt_ids,
-            GenerationLimits(max_tokens, context),
+            limits,
             # No more than all tokens: larger numbers need not fit the runtime's 32 bits.
             Sampling(temperature=temperature, top_k=min(top_k, opened.info.vocab_size), top_p=top_p, seed=seed),
             output,
-            emit=_discard if as_json else _stream,
+            emit=_discard if as_json else write_stdout,
         )
     if as_json:
         print_json(result.to_dict())
-    else:
-        _stream("\n")
-        click.echo(result.to_text(), err=True)
+        return
+    if sys.stdout.isatty():
+        # For the eye; a file or a program gets the text and nothing else.
+        write_stdout("\n")
+    click.echo(result.to_text(), err=True)
+
+
+def _note(text: str) -> None:
+    click.echo(f"note: {text}", err=True)
+
+
+def _note_options_without_effect(context: click.Context) -> None:
+    given = [
+        option
+        for name, option in _SAMPLING_OPTIONS.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        _note(f"{', '.join(given)} without effect: at temperature 0 the likeliest token is taken")
+
+
+def _available_threads(threads: int | None) -> int | None:
+    """No more than processors: threads that wait for each other make every step slower."""
+    available = len(os.sched_getaffinity(0))
+    if threads is None or threads <= available:
+        return threads
+    _note(f"{available} threads instead of {threads}: one for each processor that is available")
+    return available
 
 
 def _refuse_text_options_with_ids(ids: bool, chat: bool, stop: Sequence[str]) -> None:
@@ -94,7 +140,9 @@ def _refuse_text_options_with_ids(ids: bool, chat: bool, stop: Sequence[str]) ->
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if (prompt is None) == (prompt_file is None):
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("give a PROMPT or --prompt-file, not both")
+    if prompt is None and prompt_file is None:
         raise click.UsageError("give a PROMPT, or --prompt-file, or - to read stdin")
     if prompt is not None and prompt != "-":
         return prompt
@@ -103,31 +151,33 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"the prompt from {source} is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise InputError(
+            f"the prompt from {source} is not UTF-8: {error.reason} at byte {error.start}",
+            hint="convert it, as with `iconv -t UTF-8`",
+        ) from None
 
 
-def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError:
-        raise InputError("with --ids the prompt is whole numbers separated by spaces") from None
+def _parse_ids(text: str, bos_token_id: int | None) -> list[int]:
+    """The ids as they are; where there are none, the begin token, as for an empty text."""
+    words = text.split()
+    wrong = next((word for word in words if not word.isdecimal()), None)
+    if wrong is not None:
+        raise InputError(
+            f"with --ids the prompt is whole numbers separated by spaces, and {wrong!r} is none",
+            hint='for example "0 35 79"; leave --ids out to give text',
+        )
+    return [int(word) for word in words] if words or bos_token_id is None else [bos_token_id]
 
 
 def _encode(tokenizer: Tokenizer, text: str, chat: bool, system: str | None, bos_token_id: int | None) -> list[int]:
     if chat:
         prompt = encode_chat(tokenizer, text, system=system, bos_token_id=bos_token_id)
         if prompt.note is not None:
-            click.echo(f"note: {prompt.note}", err=True)
+            _note(prompt.note)
         return prompt.token_ids
     token_ids = tokenizer.encode(text)
     # The model was trained on documents that begin with this token; a prompt may have it written out already.
     return token_ids if bos_token_id is None or token_ids[:1] == [bos_token_id] else [bos_token_id, *token_ids]
-
-
-def _stream(text: str) -> None:
-    """Bytes, whatever the terminal's encoding, and at once."""
-    sys.stdout.buffer.write(text.encode())
-    sys.stdout.buffer.flush()
 
 
 def _discard(text: str) -> None:

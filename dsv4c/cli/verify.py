@@ -6,6 +6,7 @@ import click
 
 from dsv4c.cli.options import json_option, print_json, require_engine_file
 from dsv4c.cli.progress import stderr_progress
+from dsv4c.cli.stdout import write_stdout
 from dsv4c.errors import VerifyError
 from dsv4c.verification import verify_engine
 
@@ -26,6 +27,6 @@ def verify_command(engine: Path, replay: bool, as_json: bool) -> None:
     if as_json:
         print_json(report.to_dict())
     else:
-        click.echo("\n".join(report.lines))
+        write_stdout("".join(f"{line}\n" for line in report.lines))
     if not report.ok:
         raise VerifyError(f"{path} does not verify", hint="build it again, or copy it again from where it was built")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dsv4c.engine.format import (
     MAGIC,
@@ -27,6 +27,8 @@ _REBUILD = "the file is damaged or incomplete; build it again"
 _DIGEST_BYTES = 32
 # More sections than any version has: a damaged count must not make us read gigabytes.
 _MAX_SECTIONS = 64
+# No section but the weights comes near: the digests of 320 GB of weights take 2.5 MB.
+_MAX_SECTION_BYTES = 1 << 30
 _READ_BYTES = 1 << 20
 
 
@@ -56,9 +58,12 @@ class EngineReader:
         if entry is None:
             raise EngineFormatError(f"{self.path} has no {kind.name} section", hint=_REBUILD)
         assert kind is not SectionType.WEIGHTS, "weights are read by chunks"
-        with self.path.open("rb") as file:
-            file.seek(entry.offset)
-            data = file.read(entry.size)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(entry.offset)
+                data = file.read(entry.size)
+        except OSError as error:
+            raise EngineFormatError(f"cannot read {self.path}: {error.strerror}") from None
         if hashlib.sha256(data).digest() != entry.sha256:
             raise EngineFormatError(f"{self.path}: section {kind.name} does not match its digest", hint=_REBUILD)
         return data
@@ -78,7 +83,7 @@ class EngineReader:
     def _json(self, kind: SectionType) -> dict[str, Any]:
         try:
             data = json.loads(self.section(kind))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineFormatError(f"{self.path}: section {kind.name} is not JSON ({error})", hint=_REBUILD) from None
         if not isinstance(data, dict):
             raise EngineFormatError(f"{self.path}: section {kind.name} is not a JSON object", hint=_REBUILD)
@@ -93,7 +98,27 @@ class EngineReader:
 
     @property
     def chunks(self) -> ChunkHeader:
-        return ChunkHeader.unpack(self.section(SectionType.CHUNKS))
+        return self._chunks()[0]
+
+    def _chunks(self) -> tuple[ChunkHeader, bytes]:
+        """The header of CHUNKS, checked against the section table, and the digests after it."""
+        data = self.section(SectionType.CHUNKS)
+        if len(data) < ChunkHeader.LAYOUT.size:
+            raise EngineFormatError(f"{self.path}: section CHUNKS is {len(data)} bytes, too short", hint=_REBUILD)
+        header, digests = ChunkHeader.unpack(data), data[ChunkHeader.LAYOUT.size :]
+        weights = self.sections[SectionType.WEIGHTS]
+        if (
+            header.total_bytes != weights.size
+            or header.chunk_bytes == 0
+            or header.chunk_count != -(-header.total_bytes // header.chunk_bytes)
+            or len(digests) != header.chunk_count * _DIGEST_BYTES
+        ):
+            raise EngineFormatError(
+                f"{self.path}: CHUNKS have {len(digests)} bytes of digests for {header.chunk_count} chunks of "
+                f"{header.chunk_bytes} bytes, WEIGHTS have {weights.size} bytes",
+                hint=_REBUILD,
+            )
+        return header, digests
 
     @property
     def digest(self) -> str:
@@ -104,7 +129,13 @@ class EngineReader:
     def weights_path(self) -> Path:
         """The file that holds the weights: this one, or the external one beside it."""
         if self.sections[SectionType.WEIGHTS].flags & SectionFlag.EXTERNAL:
-            return self.path.parent / self.chunks.external_name.rstrip(b"\0").decode()
+            name = self.chunks.external_name.rstrip(b"\0").decode(errors="surrogateescape")
+            # A file beside the engine: no way to another folder.
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise EngineFormatError(
+                    f"{self.path}: CHUNKS do not name a weights file beside the engine (found {name!r})", hint=_REBUILD
+                )
+            return self.path.parent / name
         return self.path
 
     def verify_sections(self) -> None:
@@ -115,9 +146,7 @@ class EngineReader:
 
     def verify_weights(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Check every weight chunk; raises EngineFormatError naming the first that differs."""
-        chunks = self.section(SectionType.CHUNKS)
-        header = ChunkHeader.unpack(chunks)
-        digests = chunks[ChunkHeader.LAYOUT.size :]
+        header, digests = self._chunks()
         for index, digest in enumerate(self._chunk_digests(header)):
             start = index * _DIGEST_BYTES
             if digest != digests[start : start + _DIGEST_BYTES]:
@@ -138,21 +167,34 @@ class EngineReader:
                 f"{path} is missing: the weights of {self.path.name} are in that file",
                 hint="keep the engine and its weights file in one folder",
             )
-        with path.open("rb") as file:
-            file.seek(entry.offset)
-            left = header.total_bytes
-            while left:
-                wanted = min(header.chunk_bytes, left)
-                data = file.read(wanted)
-                if len(data) != wanted:
-                    raise EngineFormatError(f"{path} ends within the weights", hint=_REBUILD)
-                left -= wanted
-                yield hashlib.sha256(data).digest()
+        try:
+            with path.open("rb") as file:
+                file.seek(entry.offset)
+                left = header.total_bytes
+                while left:
+                    wanted = min(header.chunk_bytes, left)
+                    yield self._digest_of(file, wanted)
+                    left -= wanted
+        except OSError as error:
+            raise EngineFormatError(f"cannot read {path}: {error.strerror}") from None
+
+    def _digest_of(self, file: IO[bytes], size: int) -> bytes:
+        """The digest of the next `size` bytes, which a chunk size may make many."""
+        digest = hashlib.sha256()
+        while size:
+            data = file.read(min(size, _READ_BYTES))
+            if not data:
+                raise EngineFormatError(f"{file.name} ends within the weights", hint=_REBUILD)
+            digest.update(data)
+            size -= len(data)
+        return digest.digest()
 
 
 def is_engine(path: Path) -> bool:
     """Whether a file starts like an engine."""
     try:
+        if not path.is_file():
+            return False
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
@@ -165,8 +207,12 @@ def read_engine(path: Path) -> EngineReader:
     Raises EngineFormatError (what is wrong, and where) on anything that is not a whole engine this version reads.
     """
     try:
+        # Before opening it: that would wait on a pipe.
+        if path.exists() and not path.is_file():
+            raise EngineFormatError(f"{path} is not a regular file", hint="name the engine file")
         with path.open("rb") as file:
-            size = path.stat().st_size
+            size = file.seek(0, 2)
+            file.seek(0)
             head = file.read(Header.LAYOUT.size)
             header = _header(path, head, size)
             table = file.read(header.section_count * Section.LAYOUT.size)
@@ -202,7 +248,7 @@ def _sections(path: Path, table: bytes, size: int) -> dict[SectionType, Section]
     sections: dict[SectionType, Section] = {}
     end = Header.LAYOUT.size + len(table)
     entries = [Section.unpack(table, at) for at in range(0, len(table), Section.LAYOUT.size)]
-    for entry in sorted(entries, key=lambda e: e.offset):
+    for entry in sorted(entries, key=lambda e: (e.offset, e.size)):
         try:
             kind = SectionType(entry.type)
         except ValueError:
@@ -210,12 +256,18 @@ def _sections(path: Path, table: bytes, size: int) -> dict[SectionType, Section]
         if kind in sections:
             raise EngineFormatError(f"{path} has two {kind.name} sections", hint=_REBUILD)
         sections[kind] = entry
-        if entry.flags & SectionFlag.EXTERNAL:
+        if kind is SectionType.WEIGHTS and entry.flags == SectionFlag.EXTERNAL and entry.offset == 0:
             continue
+        if entry.flags or entry.reserved:
+            raise EngineFormatError(f"{path}: section {kind.name} has unknown flags", hint=_REBUILD)
+        if kind is not SectionType.WEIGHTS and entry.size > _MAX_SECTION_BYTES:
+            raise EngineFormatError(f"{path}: section {kind.name} is {entry.size} bytes", hint=_REBUILD)
         if entry.offset % SECTION_ALIGN or entry.offset < end or entry.offset + entry.size > size:
             raise EngineFormatError(f"{path}: section {kind.name} lies outside the file or overlaps", hint=_REBUILD)
         end = entry.offset + entry.size
     for kind in (SectionType.MANIFEST, SectionType.PLAN, SectionType.CHUNKS, SectionType.WEIGHTS):
         if kind not in sections:
             raise EngineFormatError(f"{path} has no {kind.name} section", hint=_REBUILD)
+    if sections[SectionType.WEIGHTS].sha256 != sections[SectionType.CHUNKS].sha256:
+        raise EngineFormatError(f"{path}: the digest of WEIGHTS is not that of CHUNKS", hint=_REBUILD)
     return sections

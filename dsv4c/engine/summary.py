@@ -1,9 +1,10 @@
 """`dsv4c inspect` of an engine: every fact of the manifest, and of the file around it, in a readable form."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsv4c.engine.format import SectionFlag, SectionType
+from dsv4c.engine.format import Section, SectionFlag, SectionType
 from dsv4c.engine.reader import EngineReader
 
 
@@ -25,12 +26,18 @@ def engine_summary(reader: EngineReader) -> dict[str, Any]:
                 "external": str(reader.weights_path()) if entry.flags & SectionFlag.EXTERNAL else None,
                 "sha256": entry.sha256.hex(),
             }
-            for kind, entry in sorted(reader.sections.items())
+            for kind, entry in sorted(reader.sections.items(), key=_place_in_file)
         ],
         "has_goldens": reader.has(SectionType.GOLDENS),
         "tokenizer_files": sorted(reader.tokenizer_files),
         "manifest": reader.manifest,
     }
+
+
+def _place_in_file(item: tuple[SectionType, Section]) -> tuple[bool, int]:
+    """Sorts sections as they lie in the file, one in another file last."""
+    _, entry = item
+    return bool(entry.flags & SectionFlag.EXTERNAL), entry.offset
 
 
 def summary_text(summary: dict[str, Any]) -> str:
@@ -51,8 +58,10 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"layers      {len(model['layers'])}: {', '.join(f'{n} {kind}' for kind, n in layers.items())}; "
         f"{hashed} hash-routed",
         f"experts     {model['experts']}, {model['experts_per_token']} a token",
-        f"checkpoint  {checkpoint['digest']} ({checkpoint['naming']} naming, {checkpoint['tensors']} tensors)",
-        f"weights     {manifest['weight_bytes']:,} bytes: {encodings}",
+        f"checkpoint  {checkpoint['digest']} ({checkpoint['naming']} naming, {checkpoint['tensors']} tensors: "
+        f"{encodings})",
+        f"weights     {manifest['weight_bytes']:,} bytes",
+        *(f"  {line}" for line in weight_lines(manifest["weights"])),
         f"draft       {_draft(draft)}",
         f"numerics    {recipe['numerics']}, KV {recipe['kv']}, index keys {recipe['index_keys']}",
         f"state       {state['bytes_per_slot']:,} bytes a slot and {state['bytes_per_block']:,} a block of "
@@ -73,6 +82,25 @@ def summary_text(summary: dict[str, Any]) -> str:
     lines.append(f"tokenizer   {', '.join(summary['tokenizer_files']) or 'none'}")
     lines.append(f"goldens     {'yes' if summary['has_goldens'] else 'no'}")
     return "\n".join(lines)
+
+
+def weight_lines(totals: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line a class of tensor: encoding, tensors, bytes, and the error where the build quantised it."""
+    return [
+        f"{total['kind']:<14}{total['encoding']:<11}{total['tensors']:>6} {_tensors(total)} "
+        f"{total['size_bytes']:>15,} bytes" + _made(total)
+        for total in totals
+    ]
+
+
+def _tensors(total: Mapping[str, Any]) -> str:
+    return "tensor " if total["tensors"] == 1 else "tensors"
+
+
+def _made(total: Mapping[str, Any]) -> str:
+    if total["made_of"] is None:
+        return ""
+    return f", made of {total['made_of']}, relative error {total['relative_error']:.3g}"
 
 
 def _draft(draft: dict[str, Any]) -> str:

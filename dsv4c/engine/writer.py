@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -64,7 +64,8 @@ def engine_size(parts: EngineParts) -> int:
     if parts.goldens is not None:
         small.append(canonical_json(parts.goldens))
     digests = ChunkHeader.LAYOUT.size + 32 * -(-parts.weight_bytes // CHUNK_BYTES)
-    return SECTION_ALIGN + sum(map(_align, map(len, small))) + _align(digests) + parts.weight_bytes
+    # One more page for the manifest, which grows by what is measured while the weights are written.
+    return 2 * SECTION_ALIGN + sum(map(_align, map(len, small))) + _align(digests) + parts.weight_bytes
 
 
 def check_space(path: Path, needed_bytes: int) -> None:
@@ -170,10 +171,16 @@ def _stream_weights(file: IO[bytes], blocks: Iterable[bytes | memoryview], total
 
 
 def write_engine(
-    path: Path, parts: EngineParts, weights: Iterable[bytes | memoryview], *, split_weights: bool = False
+    path: Path,
+    parts: EngineParts,
+    weights: Iterable[bytes | memoryview],
+    *,
+    split_weights: bool = False,
+    measured: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
     """Write the engine `path`; `weights` yields the WEIGHTS bytes in order, gaps included.
 
+    `measured` is asked once the weights are written; what it says joins the manifest.
     With `split_weights` they go to a file of their own beside it, which is sealed first. Raises EngineFormatError where
     there is no room or the file cannot be written; then nothing is left behind.
     """
@@ -186,28 +193,34 @@ def write_engine(
         )
     if external is None:
         with _sealed(path) as (file,):
-            _write(file, parts, weights, None, file)
+            _write(file, parts, weights, measured, None, file)
     else:
         with _sealed(path, external) as (file, weights_file_out):
-            _write(file, parts, weights, external.name, weights_file_out)
+            _write(file, parts, weights, measured, external.name, weights_file_out)
 
 
 def _write(
-    file: IO[bytes], parts: EngineParts, weights: Iterable[bytes | memoryview], external: str | None, out: IO[bytes]
+    file: IO[bytes],
+    parts: EngineParts,
+    weights: Iterable[bytes | memoryview],
+    measured: Callable[[], Mapping[str, Any]],
+    external: str | None,
+    out: IO[bytes],
 ) -> None:
     count = 5 if parts.goldens is None else 6
     file.write(bytes(Header.LAYOUT.size + count * Section.LAYOUT.size))
     sections = _SectionWriter(file)
-    sections.add(SectionType.MANIFEST, canonical_json(parts.manifest))
     sections.add(SectionType.PLAN, parts.plan)
     sections.add(SectionType.TOKENIZER, canonical_json(parts.tokenizer_files))
     chunk_count = -(-parts.weight_bytes // CHUNK_BYTES)
     chunks_size = ChunkHeader.LAYOUT.size + 32 * chunk_count
     chunks_offset = sections.reserve(chunks_size)
-    # The goldens come late in the file: they alone may differ between two builds of the same inputs.
     weights_offset = sections.start() if external is None else 0
     digests = _stream_weights(out, weights, parts.weight_bytes)
+    # After the weights, whose errors it may tell.
+    sections.add(SectionType.MANIFEST, canonical_json({**parts.manifest, **measured()}))
     if parts.goldens is not None:
+        # Last in the file: they alone may differ between two builds of the same inputs.
         sections.add(SectionType.GOLDENS, canonical_json(parts.goldens))
     size = file.tell()
     header = ChunkHeader(1, 0, CHUNK_BYTES, chunk_count, parts.weight_bytes, (external or "").encode(), b"")

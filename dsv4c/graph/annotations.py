@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from dsv4c.checkpoint.config import ModelConfig
 from dsv4c.checkpoint.formats import Encoding
+from dsv4c.checkpoint.quantization import Quantization
 from dsv4c.step_abi import Input, LaunchFlag, StateKind
 
 Numerics = Literal["exact", "reference"]
@@ -23,8 +24,9 @@ class Parameter:
 
     `sources` are official names, concatenated along the rows; with `experts` > 0 they hold an `{expert}` field and the
     parameter stacks that many. `part` is "values" while the graph computes with decoded numbers, "codes" and "scales"
-    once `quantize_weights` has decided the storage. `block` is the scale block of the stored codes; the rows of it may
-    be fewer than in the checkpoint, where a merged matrix needs scales that do not straddle two sources.
+    once `quantize_weights` has decided the storage. `encoding` is that of the checkpoint, `quantization` what the build
+    makes of it. `block` is the scale block of the codes in the engine; the rows of it may be fewer than in the source,
+    where a merged matrix needs scales that do not straddle two sources.
     """
 
     sources: tuple[str, ...]
@@ -34,6 +36,12 @@ class Parameter:
     float_scales: bool = False  # float32 scales instead of exponents
     part: Part = "values"
     experts: int = 0
+    quantization: Quantization | None = None
+
+    @property
+    def stored_as(self) -> Encoding:
+        """The encoding in the engine."""
+        return self.quantization.encoding if self.quantization else self.encoding
 
     def source_names(self, expert: int | None = None) -> list[str]:
         """The checkpoint tensors, of one expert where the parameter is a stack."""

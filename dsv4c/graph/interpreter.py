@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from dsv4c.checkpoint.checkpoint import Checkpoint
 from dsv4c.graph.annotations import Constant, Parameter, StatePlane, get_info, get_placeholder, value_of
-from dsv4c.graph.parameters import load_constant, load_parameter
+from dsv4c.graph.parameters import WeightReader, load_constant
 from dsv4c.step_abi import Input, StateKind
 
 
@@ -28,7 +28,7 @@ class Oracle:
         self, gm: GraphModule, checkpoint: Checkpoint, slots: int = 1, context: int = 2048, *, poison: bool = False
     ) -> None:
         self.gm = gm
-        self.checkpoint = checkpoint
+        self._weights = WeightReader(checkpoint)
         per_slot = -(-context // get_info(gm).block_tokens)
         self.block_table = torch.arange(slots * per_slot, dtype=torch.int32).view(slots, per_slot)
         self.state: dict[str, Tensor] = {}
@@ -100,7 +100,7 @@ class Oracle:
         if isinstance(what, Constant):
             return load_constant(what)
         assert isinstance(what, Parameter)
-        loaded = load_parameter(self.checkpoint, what)
+        loaded = self._weights.load(what)
         wanted = value_of(node).dtype
         return loaded.view(wanted) if what.part != "values" else loaded.to(wanted)
 

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from dsv4c.checkpoint.formats import dequantize_fp4, dequantize_fp8
+from dsv4c.checkpoint.formats import dequantize_fp4, dequantize_fp8, dequantize_int4, dequantize_int8
 
 FP8_MAX = 448.0
 FP4_MAX = 6.0
@@ -29,10 +29,13 @@ def decode_weight(weight: Tensor, scales: Tensor | None, block_rows: int, block_
     """Float32 values of a stored matrix [O, I].
 
     `weight` is float32, bfloat16, float8_e4m3fn [O, I] with `scales` [ceil(O/block_rows), ceil(I/block_cols)]
-    (float8_e8m0fnu or float32), or float4_e2m1fn_x2 [O, I/2] with `scales` [O, I/32].
+    (float8_e8m0fnu or float32), float4_e2m1fn_x2 [O, I/2] with `scales` [O, I/32], or, with float16 `scales`
+    [O, I/block_cols], int8 [O, I] or uint8 [O, I/2]: two's-complement codes of 4 bits, the low nibble first.
     """
     if scales is None:
         return weight.float()
+    if scales.dtype == torch.float16:
+        return dequantize_int8(weight, scales) if weight.dtype == torch.int8 else dequantize_int4(weight, scales)
     if weight.dtype == torch.float8_e4m3fn:
         return dequantize_fp8(weight, scales, (block_rows, block_cols))
     return dequantize_fp4(weight.view(torch.uint8), scales)

@@ -1,12 +1,15 @@
-"""The numbers behind a placeholder: decoded values, stored codes or scales of its checkpoint tensors."""
+"""The numbers behind a placeholder: decoded values, codes or scales, as the checkpoint has them or the build makes."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from dsv4c.checkpoint.checkpoint import Checkpoint
 from dsv4c.checkpoint.formats import Encoding
+from dsv4c.checkpoint.quantization import Quantization, dequantize, quantize
+from dsv4c.errors import CheckpointError
 from dsv4c.graph.annotations import Constant, Parameter
 
 STORED_DTYPE = {
@@ -16,14 +19,24 @@ STORED_DTYPE = {
     Encoding.INT64: torch.int64,
     Encoding.FP8_BLOCK: torch.float8_e4m3fn,
     Encoding.FP4_GROUP: torch.float4_e2m1fn_x2,
+    Encoding.INT8_GROUP: torch.int8,
+    Encoding.INT4_GROUP: torch.uint8,  # two codes a byte
 }
+
+INTEGERS = (Encoding.INT8_GROUP, Encoding.INT4_GROUP)
+PACKED = (Encoding.FP4_GROUP, Encoding.INT4_GROUP)
+
+# A source, its values and what was made of them: called once for every tensor that the build quantises.
+Measure = Callable[[str, Parameter, Tensor, Tensor], None]
 
 
 def part_dtype(parameter: Parameter) -> torch.dtype:
     """The dtype of the codes or the scales of a stored weight."""
-    if parameter.part == "scales":
-        return torch.float32 if parameter.float_scales else torch.float8_e8m0fnu
-    return STORED_DTYPE[parameter.encoding]
+    if parameter.part != "scales":
+        return STORED_DTYPE[parameter.stored_as]
+    if parameter.stored_as in INTEGERS:
+        return torch.float16
+    return torch.float32 if parameter.float_scales else torch.float8_e8m0fnu
 
 
 def unstraddled_block(block: tuple[int, int] | None, rows: tuple[int, ...]) -> tuple[int, int] | None:
@@ -41,27 +54,61 @@ def scale_rows(scales: Tensor, rows: int, block_rows: int, wanted: int) -> Tenso
     return scales.repeat_interleave(block_rows // wanted, 0)[: -(-rows // wanted)]
 
 
-def source_part(checkpoint: Checkpoint, name: str, parameter: Parameter) -> Tensor:
-    """One source tensor of a parameter: float32 (int64) values, stored codes, or scales."""
-    if parameter.part == "values":
-        return checkpoint.values(name)
-    if parameter.part == "codes":
-        return checkpoint.codes(name)
-    scales = checkpoint.scales(name)
-    info = checkpoint.weights[name]
-    assert scales is not None and info.block is not None and parameter.block is not None, name
-    return scale_rows(scales, info.shape[0], info.block[0], parameter.block[0])
+class WeightReader:
+    """The parts of weights as an engine stores them, one source tensor at a time.
+
+    What the recipe quantises is quantised here, when its codes are asked for. Its scales, a sixteenth of the codes or
+    less, wait for the question that follows. `measure` sees the values before and after.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, measure: Measure | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._measure = measure
+        self._scales: dict[tuple[str, Quantization], Tensor] = {}
+
+    def source_part(self, name: str, parameter: Parameter) -> Tensor:
+        """One source tensor of a parameter: float32 (int64) values, codes, or scales."""
+        how = parameter.quantization
+        if parameter.part == "values":
+            return self._checkpoint.values(name)
+        if parameter.part == "codes":
+            return self._checkpoint.codes(name) if how is None else self._quantized(name, parameter, how)[0]
+        info = self._checkpoint.weights[name]
+        if how is None:
+            scales, block = self._checkpoint.scales(name), info.block
+        else:
+            waiting = self._scales.pop((name, how), None)
+            scales, block = self._quantized(name, parameter, how)[1] if waiting is None else waiting, how.block
+        assert scales is not None and block is not None and parameter.block is not None, name
+        return scale_rows(scales, info.shape[0], block[0], parameter.block[0])
+
+    def _quantized(self, name: str, parameter: Parameter, how: Quantization) -> tuple[Tensor, Tensor]:
+        values = self._checkpoint.values(name)
+        try:
+            codes, scales = quantize(values, how)
+        except CheckpointError as error:
+            stored = self._checkpoint.weights[name].stored
+            raise CheckpointError(f"{stored.shard}: tensor `{stored.name}`: {error.message}", error.hint) from None
+        if parameter.part == "codes":
+            self._scales[name, how] = scales
+            if self._measure is not None:
+                self._measure(name, parameter, values, dequantize(codes, scales, how))
+        return codes, scales
+
+    def load(self, parameter: Parameter) -> Tensor:
+        """The whole parameter in memory; for the oracle and for tests. Codes and scales come as their stored bytes."""
+
+        def stack(expert: int | None) -> Tensor:
+            return torch.cat([self.source_part(name, parameter) for name in parameter.source_names(expert)])
+
+        if not parameter.experts:
+            return stack(None)
+        return torch.stack([stack(expert) for expert in range(parameter.experts)])
 
 
 def load_parameter(checkpoint: Checkpoint, parameter: Parameter) -> Tensor:
-    """The whole parameter in memory; for the oracle and for tests. Codes and scales come as their stored bytes."""
-
-    def stack(expert: int | None) -> Tensor:
-        return torch.cat([source_part(checkpoint, n, parameter) for n in parameter.source_names(expert)])
-
-    if not parameter.experts:
-        return stack(None)
-    return torch.stack([stack(expert) for expert in range(parameter.experts)])
+    """One parameter by itself; see `WeightReader.load`."""
+    return WeightReader(checkpoint).load(parameter)
 
 
 def load_constant(constant: Constant) -> Tensor:

@@ -62,7 +62,8 @@ def describe_placeholder(what: Placeholder | None) -> str:
     if what is None:
         return "placeholder"
     if isinstance(what, Parameter):
-        stored = what.encoding.value if what.block is None else f"{what.encoding.value} {what.block[0]}x{what.block[1]}"
+        stored = what.stored_as.value + ("" if what.block is None else f" {what.block[0]}x{what.block[1]}")
+        stored += "" if what.quantization is None else f" made of {what.encoding.value}"
         stack = f", {what.experts} experts" if what.experts else ""
         return f"weight {what.part} of {' + '.join(what.sources)} ({stored}{stack})"
     if isinstance(what, Constant):

@@ -3,8 +3,8 @@
     a = dsv4.linear(x, wa, ...); b = dsv4.linear(x, wb, ...)
         -> ab = dsv4.linear(x, cat(wa, wb), ...); a = ab[:, :A]; b = ab[:, A:]
 
-Only where input, storage and result dtype agree. Scales of the merged matrix cover fewer rows where a source does not
-end on a block border, so that no block straddles two sources; the codes stay as they are.
+Only where input, storage (and how the build makes it) and result dtype agree. Scales of the merged matrix cover fewer
+rows where a source does not end on a block border, so that no block straddles two sources; the codes stay as they are.
 """
 
 import math
@@ -47,7 +47,7 @@ def _key(node: Node) -> object:
     assert isinstance(codes, Node)
     scale_dtype = value_of(scales).dtype if isinstance(scales, Node) else None
     # Blocks may differ in rows, which merging adapts, but not in columns.
-    return x, value_of(codes).dtype, scale_dtype, node.args[4], dtype, get_flags(node)
+    return x, value_of(codes).dtype, scale_dtype, node.args[4], _weight(node).quantization, dtype, get_flags(node)
 
 
 def _merge(gm: GraphModule, nodes: list[Node]) -> None:

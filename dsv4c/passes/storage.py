@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dsv4c.graph.annotations import Parameter, get_layer, set_layer, set_placeholder, value_of
-from dsv4c.graph.parameters import STORED_DTYPE, part_dtype
+from dsv4c.graph.parameters import PACKED, part_dtype
 
 Storage = tuple[Node, Node | None, int, int]  # codes, scales, block rows, block columns
 
@@ -30,7 +30,7 @@ def store_parameter(gm: GraphModule, anchor: Node, name: str, what: Parameter, s
     *lead, rows, columns = shape if len(shape) > 1 else [1, *shape]
     if what.block is None:
         return _placeholder_after(gm, anchor, name, replace(what, part="codes"), shape), None, 0, 0
-    packed = columns // 2 if STORED_DTYPE[what.encoding] == torch.float4_e2m1fn_x2 else columns
+    packed = columns // 2 if what.stored_as in PACKED else columns
     codes = _placeholder_after(gm, anchor, f"{name}_codes", replace(what, part="codes"), [*lead, rows, packed])
     block_rows, block_columns = what.block
     grid = [*lead, -(-rows // block_rows), -(-columns // block_columns)]

@@ -18,7 +18,8 @@ def tensor_bytes(tensor: TensorRef) -> int:
 
 
 def _columns(weight: TensorRef) -> int:
-    return weight.sizes[-1] * (2 if weight.dtype is DType.F4E2M1X2 else 1)
+    # Codes in U8 are INT4, two a byte.
+    return weight.sizes[-1] * (2 if weight.dtype in (DType.F4E2M1X2, DType.U8) else 1)
 
 
 def distinct_experts(experts: int, tokens: int, k: int) -> float:

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from dsv4c.checkpoint.checkpoint import Checkpoint
 from dsv4c.graph.annotations import Constant, Parameter
-from dsv4c.graph.parameters import load_constant, source_part
+from dsv4c.graph.parameters import WeightReader, load_constant
 from dsv4c.plan.execution_plan import DENSE, TORCH_DTYPES, Arg, BucketPlan, ExecutionPlan, Extent, Launch, TensorRef
 from dsv4c.step_abi import Dim, Input, LaunchFlag, Output, Space, StateKind
 
 Watch = Callable[[int, Launch, list[Tensor]], None]
 
 
-def extent_bytes(checkpoint: Checkpoint, extent: Extent) -> Tensor:
+def extent_bytes(weights: WeightReader, extent: Extent) -> Tensor:
     """The stored bytes of one extent, uint8."""
     if isinstance(extent.what, Constant):
         return load_constant(extent.what).view(torch.uint8)
     assert isinstance(extent.what, Parameter)
-    return source_part(checkpoint, extent.source, extent.what).contiguous().view(torch.uint8).flatten()
+    return weights.source_part(extent.source, extent.what).contiguous().view(torch.uint8).flatten()
 
 
 class ReferenceRun:
@@ -35,7 +35,9 @@ class ReferenceRun:
         per_slot = -(-context // plan.block_tokens)
         self._counts = {Dim.SLOTS: slots, Dim.BLOCKS: slots * per_slot, Dim.TABLE: per_slot}
         self._block_table = torch.arange(slots * per_slot, dtype=torch.int32).view(slots, per_slot)
-        self._checkpoint = checkpoint
+        self._weights = WeightReader(checkpoint)
+        # What this launch has quantised: its operands are read one by one, and those of experts interleave.
+        self._quantized: dict[int, Tensor] = {}
         self._extents = {extent.offset: index for index, extent in enumerate(plan.weights.extents)}
         self._state = []
         for plane in plan.state.planes:
@@ -77,6 +79,7 @@ class ReferenceRun:
         for number, launch in enumerate(bucket.launches):
             if launch.flags & LaunchFlag.SAMPLE:
                 continue
+            self._quantized.clear()
             op = getattr(torch.ops.dsv4, launch.kernel).default
             schema = op._schema.arguments
             args = [argument(arg, str(s.real_type) == "ScalarType") for arg, s in zip(launch.args, schema, strict=True)]
@@ -122,9 +125,16 @@ class ReferenceRun:
             if extent.offset >= end:
                 break
             at = extent.offset - ref.offset
-            taken = extent_bytes(self._checkpoint, extent)[: end - extent.offset]
+            taken = self._extent(extent)[: end - extent.offset]
             data[at : at + len(taken)] = taken
         return data, 0
+
+    def _extent(self, extent: Extent) -> Tensor:
+        if not isinstance(extent.what, Parameter) or extent.what.quantization is None:
+            return extent_bytes(self._weights, extent)
+        if extent.offset not in self._quantized:
+            self._quantized[extent.offset] = extent_bytes(self._weights, extent)
+        return self._quantized[extent.offset]
 
 
 def _dtype(code: object) -> torch.dtype:

@@ -33,8 +33,9 @@ class Status(enum.IntEnum):
 
 
 _DAMAGED = "copy the file again or rebuild it with `dsv4c build`"
+_REFUSED = "nothing has changed: correct the arguments and call again"
 _ERRORS: dict[Status, tuple[type[Dsv4cError], str | None]] = {
-    Status.INVALID_ARGUMENT: (SessionError, None),
+    Status.INVALID_ARGUMENT: (SessionError, _REFUSED),
     Status.IO: (EngineFormatError, "check the path and its permissions"),
     Status.FORMAT: (EngineFormatError, _DAMAGED),
     Status.VERSION: (EngineFormatError, "rebuild the engine with this dsv4c, or install the dsv4c that wrote it"),

@@ -285,57 +285,6 @@ def test_draft_problems_are_warnings(tmp_path: Path) -> None:
     assert strange.draft_weights == {} and len(strange.warnings) == 2
 
 
-def table(change: Change, tmp_path: Path) -> Checkpoint:
-    weights = random_weights(config_of(NARROW), seed=0)
-    change(weights)
-    return open_checkpoint(write_checkpoint(tmp_path, NARROW, weights))
-
-
-def test_expert_ids_in_order(tmp_path: Path) -> None:
-    seen: list[str] = []
-    assert table(lambda weights: None, tmp_path).check_values(seen.append) == []
-    assert seen == [TID2EID]
-
-
-@pytest.mark.parametrize("value", [-1, 5, 1 << 40])
-def test_expert_ids_out_of_range(tmp_path: Path, value: int) -> None:
-    def change(weights: dict[str, Tensor]) -> None:
-        weights[TID2EID][7, 1] = value
-
-    with pytest.raises(
-        CheckpointError, match=rf"tid2eid`\[7, 1\] is {value}, expected an expert id of 0\.\.4 \(1 such"
-    ):
-        table(change, tmp_path).check_values()
-
-
-def test_expert_ids_all_zero(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="tid2eid` is all zeros"):
-        table(lambda weights: weights[TID2EID].zero_(), tmp_path).check_values()
-
-
-def test_expert_ids_that_are_only_odd(tmp_path: Path) -> None:
-    def change(weights: dict[str, Tensor]) -> None:
-        weights[TID2EID][90:] = 0
-        weights[TID2EID][4] = 3
-
-    zeros, repeats = table(change, tmp_path).check_values()
-    assert "tid2eid`: 7 rows are all zeros" in zeros
-    assert "tid2eid`: 1 rows name an expert twice, first token 4" in repeats
-
-
-def test_digest(released: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "elsewhere"
-    shutil.copytree(released, copy)
-    digest = open_checkpoint(released).digest()
-    assert len(digest) == 64 and open_checkpoint(copy).digest() == digest
-    (copy / "unrelated.txt").write_text("x")
-    assert open_checkpoint(copy).digest() == digest
-    data = bytearray((copy / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (copy / "model.safetensors").write_bytes(data)
-    assert open_checkpoint(copy).digest() != digest
-
-
 def test_tokenizer_files(released: Path) -> None:
     assert open_checkpoint(released).tokenizer_files() == {}
     files = open_checkpoint(TINY_OFFICIAL).tokenizer_files()

@@ -73,6 +73,13 @@ def test_padding_key_order_and_empty_tensors_are_accepted(tmp_path: Path) -> Non
         ({"a": entry("F32", [2], 0, 4)}, 4, r"its extent is 4 bytes, F32 \[2\] needs 8"),
         ({"a": entry("F4", [3], 0, 1)}, 1, r"F4 \[3\] needs 1.5"),
         ({"a": entry("U8", [1 << 80], 0, 1 << 80)}, 1, "its header says"),
+        # Multiplied out, this shape has a million digits.
+        (
+            {"a": entry("U8", [10**18] * 50_000, 0, 1)},
+            1,
+            r"its extent is 1 bytes, U8 \[1000000000000000000, .*\.\.\.\]",
+        ),
+        ({"a": entry("U8", [-1] * 50_000, 0, 1)}, 1, r"shape is \[-1, -1, -1, -1, -1, -1, \.\.\.\], expected"),
         ({"a": entry("U8", [8], 0, 8)}, 7, "is [0-9]+ bytes, its header says [0-9]+$"),
         ({"a": entry("U8", [8], 0, 8)}, 9, "1 bytes too many"),
         ({"a": entry("U8", [4], 0, 4), "b": entry("U8", [4], 2, 6)}, 6, "tensor `b` overlaps `a`"),
@@ -93,8 +100,9 @@ def test_header_length(tmp_path: Path) -> None:
     path.write_bytes(b"short")
     with pytest.raises(CheckpointError, match="is 5 bytes, too short for a safetensors file"):
         read_header(path)
-    with pytest.raises(CheckpointError, match=f"its header alone claims {2**64 - 1}"):
-        read_header(write_shard(path, {}, length=2**64 - 1))
+    for length in (2**63, 2**64 - 1):
+        with pytest.raises(CheckpointError, match=f"its header alone claims {length}"):
+            read_header(write_shard(path, {}, length=length))
     # A sparse file: large enough for the claim, which is still absurd.
     with path.open("wb") as file:
         file.write((150_000_000).to_bytes(8, "little"))
@@ -162,6 +170,11 @@ def test_stray_files(tmp_path: Path) -> None:
         ({"b": None}, "has the tensor `b`, which model.safetensors.index.json does not name"),
         ({"b": "../model-00001-of-00002.safetensors"}, "expected a file name"),
         ({"b": 3}, "tensor `b` is in 3, expected a file name"),
+        ({"b": ""}, "1 of 3 shards are missing"),
+        ({"b": ".."}, "1 of 3 shards are missing"),
+        ({"b": "x" * 5000}, "1 of 3 shards are missing: xxx"),
+        ({"b": "a\0b"}, "1 of 3 shards are missing"),
+        ({"b": "\ud800"}, "1 of 3 shards are missing"),
     ],
 )
 def test_index_and_shards_disagree(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -18,6 +18,8 @@ namespace {
 using namespace format;
 
 constexpr uint32_t kMaxSections = 64;
+// Opening hashes every section but the weights, and reads the padding: a damaged size must not make that take hours.
+constexpr uint64_t kMaxSectionBytes = uint64_t{1} << 30;
 
 const char* const kSectionNames[kSectionTypeEnd] = {"",        "MANIFEST", "PLAN",    "KERNELS", "TOKENIZER",
                                                     "GOLDENS", "CHUNKS",   "WEIGHTS"};
@@ -25,8 +27,8 @@ const char* const kSectionNames[kSectionTypeEnd] = {"",        "MANIFEST", "PLAN
 // Fixed-size text, zero-padded.
 std::string text(const char* data, size_t capacity) { return std::string(data, strnlen(data, capacity)); }
 
-bool all_zero(const std::byte* data, uint64_t size) {
-  return std::all_of(data, data + size, [](std::byte b) { return b == std::byte{0}; });
+bool is_padding(const std::byte* data, const std::byte* end) {
+  return std::all_of(data, end, [](std::byte b) { return b == std::byte{0}; });
 }
 
 }  // namespace
@@ -100,6 +102,9 @@ void EngineFile::check_table() {
       fail(DSV4C_FORMAT,
            "section %s (offset %" PRIu64 ", %" PRIu64 " bytes) lies outside the engine of %" PRIu64 " bytes", name,
            entry.offset, entry.size, file_.size());
+    if (entry.type != kWeights && entry.size > kMaxSectionBytes)
+      fail(DSV4C_FORMAT, "section %s is %" PRIu64 " bytes, more than the %" PRIu64 " possible", name, entry.size,
+           kMaxSectionBytes);
     sections_[entry.type] = {file_.data() + entry.offset, entry.size};
   }
   for (uint32_t type : {kManifest, kPlan, kChunks, kWeights})
@@ -120,13 +125,17 @@ void EngineFile::check_gaps() const {
   for (uint32_t type : order) {
     const Bytes& bytes = sections_[type];
     if (bytes.data < end) fail(DSV4C_FORMAT, "section %s overlaps %s", kSectionNames[type], before);
-    if (!all_zero(end, static_cast<uint64_t>(bytes.data - end)))
-      fail(DSV4C_FORMAT, "padding before section %s is not zero", kSectionNames[type]);
+    if (static_cast<uint64_t>(bytes.data - end) >= kSectionAlign)
+      fail(DSV4C_FORMAT, "section %s does not follow %s: %td bytes lie between them", kSectionNames[type], before,
+           bytes.data - end);
+    if (!is_padding(end, bytes.data)) fail(DSV4C_FORMAT, "padding before section %s is not zero", kSectionNames[type]);
     end = bytes.data + bytes.size;
     before = kSectionNames[type];
   }
-  if (!all_zero(end, static_cast<uint64_t>(file_.data() + file_.size() - end)))
-    fail(DSV4C_FORMAT, "bytes after section %s are not zero", before);
+  const std::byte* file_end = file_.data() + file_.size();
+  if (static_cast<uint64_t>(file_end - end) >= kSectionAlign)
+    fail(DSV4C_FORMAT, "%td bytes after section %s belong to no section", file_end - end, before);
+  if (!is_padding(end, file_end)) fail(DSV4C_FORMAT, "bytes after section %s are not zero", before);
 }
 
 void EngineFile::check_section_digests() const {

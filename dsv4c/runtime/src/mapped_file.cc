@@ -14,7 +14,8 @@
 namespace dsv4c {
 
 MappedFile::MappedFile(const std::string& path, const char* what) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // Without waiting: the path may be a pipe that nobody writes to.
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) fail(DSV4C_IO, "cannot open %s %s: %s", what, path.c_str(), std::strerror(errno));
   struct stat status;
   if (::fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {

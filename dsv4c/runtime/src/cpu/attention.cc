@@ -1,14 +1,18 @@
 #include "cpu/kernels.h"
 #include "cpu/row_math.h"
 #include "cpu/rows.h"
+#include "cpu/simd/simd.h"
 #include "cpu/state_rows.h"
+#include "cpu/work_split.h"
 
 namespace dsv4c::cpu {
 
 namespace {
 
 // Heads that share the decoding of a key.
-constexpr int64_t kHeadBlock = 8;
+constexpr int64_t kHeadBlock = kBlockRows;
+// Keys that are decoded at a time.
+constexpr int64_t kKeyBlock = 256;
 
 struct Attention {
   explicit Attention(const KernelArgs& args)
@@ -25,6 +29,17 @@ struct Attention {
     require(row_width(kv) == q.size[2] && static_cast<int64_t>(sink.size()) == q.size[1] && same_rows(q, y),
             "attention has sizes that do not fit each other");
     if (args.has(4)) entries.emplace_back(args.tensor(4), optional_tensor(args, 5), q.size[2], args.integer(13));
+  }
+
+  // Multiply-adds, about.
+  int64_t work(const StepRuns& step) const {
+    int64_t keys = 0;
+    for (size_t row = 0; row < step.run_of_row.size(); ++row) {
+      const int64_t length = step.runs[static_cast<size_t>(step.run_of_row[row])].first + step.offset_of_row[row] + 1;
+      keys += std::min(length, window);
+      if (!entries.empty()) keys += selected != nullptr ? std::min(row_width(*selected), length) : length / ratio;
+    }
+    return 2 * keys * q.size[1] * q.size[2];
   }
 
   void run_heads(const StepRun& run, int64_t offset, int64_t first_head, int64_t heads) const;
@@ -65,7 +80,14 @@ class Keys {
 
   int64_t count() const { return in_window_ + visible_; }
 
-  const float* read(int64_t i, float* scratch) const {
+  // Pointers to keys first..first+count, decoded to `scratch` [count, width] unless they are float32.
+  void read(int64_t first, int64_t count, float* scratch, const float** keys) const {
+    const int64_t width = attention_.q.size[2];
+    for (int64_t i = 0; i < count; ++i) keys[i] = read_one(first + i, scratch + i * width);
+  }
+
+ private:
+  const float* read_one(int64_t i, float* scratch) const {
     if (i < in_window_) {
       const int64_t position = start_ + i;
       if (position < run_.first) return attention_.ring.read(run_.slot, position % attention_.ring.inner(), scratch);
@@ -79,7 +101,6 @@ class Keys {
     return entries.read(block, entry % entries.inner(), scratch);
   }
 
- private:
   const Attention& attention_;
   const StepRun& run_;
   int64_t start_;
@@ -96,29 +117,43 @@ void Attention::run_heads(const StepRun& run, int64_t offset, int64_t first_head
   const Floats queries = make_floats(heads * width);
   const Floats sums = make_floats(heads * width);
   const Floats scores = make_floats(count * heads);
-  const Floats scratch = make_floats(width);
-  float factors[kHeadBlock], peak[kHeadBlock], total[kHeadBlock];
+  const Floats scratch = make_floats(std::min(count, kKeyBlock) * width);
+  const float* block[kKeyBlock];
+  float peak[kHeadBlock], total[kHeadBlock];
   for (int64_t h = 0; h < heads; ++h) {
     read_row(q, row * q.size[1] + first_head + h, queries.get() + h * width);
     peak[h] = sink[static_cast<size_t>(first_head + h)];
   }
+  StoredRows stored;
+  stored.codes = reinterpret_cast<const uint8_t*>(queries.get());
+  stored.row_bytes = width * static_cast<int64_t>(sizeof(float));
+  for (int64_t first = 0; first < count; first += kKeyBlock) {
+    const int64_t size = std::min(kKeyBlock, count - first);
+    keys.read(first, size, scratch.get(), block);
+    simd().project(stored, heads, width, block, size, scores.get() + first * heads, heads);
+  }
   for (int64_t i = 0; i < count; ++i) {
     float* score = scores.get() + i * heads;
-    dot_rows(queries.get(), width, heads, keys.read(i, scratch.get()), width, score);
     for (int64_t h = 0; h < heads; ++h) {
       score[h] *= scale;
       peak[h] = std::max(peak[h], score[h]);
     }
   }
-  std::fill_n(sums.get(), heads * width, 0.0f);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t h = 0; h < heads; ++h) scores[i * heads + h] -= peak[h];
+  }
+  simd().exponentials(scores.get(), count * heads);
   std::fill_n(total, heads, 0.0f);
   for (int64_t i = 0; i < count; ++i) {
-    for (int64_t h = 0; h < heads; ++h) {
-      factors[h] = std::exp(scores[i * heads + h] - peak[h]);
-      total[h] += factors[h];
-    }
-    round_floats(factors, q.dtype, heads);
-    add_scaled_rows(factors, heads, keys.read(i, scratch.get()), width, sums.get(), width);
+    for (int64_t h = 0; h < heads; ++h) total[h] += scores[i * heads + h];
+  }
+  round_floats(scores.get(), q.dtype, count * heads);
+  std::fill_n(sums.get(), heads * width, 0.0f);
+  for (int64_t first = 0; first < count; first += kKeyBlock) {
+    const int64_t size = std::min(kKeyBlock, count - first);
+    // One block is still there from the scores.
+    if (count > kKeyBlock) keys.read(first, size, scratch.get(), block);
+    simd().add_weighted(scores.get() + first * heads, heads, block, size, width, sums.get());
   }
   for (int64_t h = 0; h < heads; ++h) {
     float* sum = sums.get() + h * width;
@@ -136,7 +171,8 @@ void attention(const KernelArgs& args, ThreadPool& pool) {
   const Attention attention(args);
   const StepRuns step(args.tensor(8), args.tensor(9), attention.ring.outer());
   const int64_t blocks = divide_up(attention.q.size[1], kHeadBlock);
-  pool.parallel_for(attention.q.size[0] * blocks, 1, [&](int64_t begin, int64_t end) {
+  const int64_t tasks = attention.q.size[0] * blocks;
+  pool.parallel_for(tasks, piece_items(tasks, attention.work(step)), [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const size_t row = static_cast<size_t>(task / blocks);
       const int64_t head = task % blocks * kHeadBlock;

@@ -6,6 +6,9 @@ namespace dsv4c::cpu {
 
 namespace {
 
+// What a division that others wait for takes, in multiply-adds.
+constexpr int64_t kDivisionWork = 16;
+
 // Tokens first..first+count of streams [T, n, D], each as one float32 row of n * D.
 class FlatStreams {
  public:
@@ -43,7 +46,7 @@ Floats mixer_logits(const FlatStreams& streams, int64_t count, const WeightRows&
   project(pool, row, count, fn, 0, outputs, [&](int64_t t, int64_t first, const float* values, int64_t n) {
     std::copy_n(values, n, logits.get() + t * outputs + first);
   });
-  pool.parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+  pool.parallel_for(count, piece_items(count, count * streams.width()), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const float scale = reciprocal_rms(streams.row(t), streams.width(), norm_eps);
       for (int64_t i = 0; i < outputs; ++i) logits[t * outputs + i] *= scale;
@@ -110,7 +113,8 @@ void mhc_mix(const KernelArgs& args, ThreadPool& pool) {
     const int64_t count = std::min(kTokenTile, x.size[0] - tile);
     const FlatStreams streams(x, tile, count);
     const Floats logits = mixer_logits(streams, count, fn, norm_eps, pool);
-    pool.parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+    const int64_t work = count * (streams.width() + kDivisionWork * iterations * n * n);
+    pool.parallel_for(count, piece_items(count, work), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         float* pre = logits.get() + t * outputs;
         float* post = pre + n;
@@ -145,7 +149,8 @@ void mhc_combine(const KernelArgs& args, ThreadPool& pool) {
   require(row_width(y) == hidden && row_width(post) == n && row_width(comb) == n && comb.size[1] == n &&
               same_rows(out, streams),
           "mhc_combine has sizes that do not fit each other");
-  pool.parallel_for(streams.size[0], 1, [&](int64_t begin, int64_t end) {
+  const int64_t work = streams.size[0] * n * (n + 4) * hidden;
+  pool.parallel_for(streams.size[0], piece_items(streams.size[0], work), [&](int64_t begin, int64_t end) {
     const Floats input = make_floats(hidden);
     const Floats old = make_floats(n * hidden);
     const Floats sum = make_floats(hidden);
@@ -186,7 +191,7 @@ void mhc_head(const KernelArgs& args, ThreadPool& pool) {
     const int64_t count = std::min(kTokenTile, x.size[0] - tile);
     const FlatStreams streams(x, tile, count);
     const Floats logits = mixer_logits(streams, count, fn, norm_eps, pool);
-    pool.parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+    pool.parallel_for(count, piece_items(count, count * streams.width()), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         float* pre = logits.get() + t * n;
         for (int64_t i = 0; i < n; ++i) pre[i] = sigmoid(pre[i] * scale[0] + base[i]) + hc_eps;

@@ -11,6 +11,16 @@ namespace {
 // Bounds the scratch of a launch: k parts of the hidden size per row.
 constexpr int64_t kMoeTile = 256;
 
+// What rounding a float to e4m3 takes, in multiply-adds.
+constexpr int64_t kRowWork = 16;
+
+// In place to the order that an encoding takes; `scratch` has the row's width.
+void order_row(float* row, int64_t columns, Encoding encoding, float* scratch) {
+  if (!is_packed(encoding)) return;
+  std::copy_n(row, columns, scratch);
+  to_chunk_order(scratch, columns, row);
+}
+
 // A row that chose the expert: its index in [T, k], flattened.
 struct Hit {
   int64_t expert;
@@ -77,73 +87,100 @@ void run_tile(const MoeArgs& moe, int64_t first, int64_t count, ThreadPool& pool
   const std::vector<Hit> hits = hits_by_expert(moe.ids, first, count);
   const int64_t hit_count = static_cast<int64_t>(hits.size());
 
-  const Floats x = make_floats(count * hidden);
-  pool.parallel_for(count, 4, [&](int64_t begin, int64_t end) {
+  const int64_t x_stride = chunked_width(hidden);
+  const Floats x = make_floats(count * x_stride);
+  pool.parallel_for(count, piece_items(count, kRowWork * count * hidden), [&](int64_t begin, int64_t end) {
+    const Floats scratch = make_floats(hidden);
     for (int64_t row = begin; row < end; ++row) {
-      float* to = x.get() + row * hidden;
+      float* to = x.get() + row * x_stride;
       read_row(moe.x, first + row, to);
-      if (moe.group == 0) continue;
-      fp8_round_row(to, hidden, moe.group);
-      round_floats(to, moe.x.dtype, hidden);
+      if (moe.group != 0) {
+        fp8_round_row(to, hidden, moe.group);
+        round_floats(to, moe.x.dtype, hidden);
+      }
+      order_row(to, hidden, moe.gate_up(0).encoding(), scratch.get());
     }
   });
 
   // [T * k, I], then [T * k, D].
-  const Floats products = make_floats(count * choices * inner);
+  const int64_t product_stride = chunked_width(inner);
+  const Floats products = make_floats(count * choices * product_stride);
   const Floats parts = make_floats(count * choices * outputs);
 
-  const int64_t inner_blocks = divide_up(inner, kWeightBlock);
-  pool.parallel_for(hit_count * inner_blocks, 2, [&](int64_t begin, int64_t end) {
-    const Floats scratch = make_floats(2 * kWeightBlock * hidden);
-    float gate[kWeightBlock], up[kWeightBlock];
+  const int64_t inner_blocks = divide_up(inner, kBlockRows);
+  const int64_t gate_tasks = hit_count * inner_blocks;
+  const int64_t work = count * choices * hidden * inner;
+  pool.parallel_for(gate_tasks, piece_items(gate_tasks, 2 * work), [&](int64_t begin, int64_t end) {
+    RowReader reader;
+    std::vector<const float*> inputs;
+    std::vector<float> gates, ups;
     for (int64_t task = begin; task < end; ++task) {
       const Hit& hit = hits[static_cast<size_t>(task / inner_blocks)];
       const WeightRows weight = moe.gate_up(hit.expert);
-      const int64_t row = task % inner_blocks * kWeightBlock;
-      const int64_t rows = std::min(kWeightBlock, inner - row);
-      int64_t stride;
-      const float* gate_rows = weight.read(row, rows, scratch.get(), &stride);
-      const float* up_rows = weight.read(inner + row, rows, scratch.get() + kWeightBlock * hidden, &stride);
-      for (const int64_t pair : hit.pairs) {
-        const float* input = x.get() + pair / choices * hidden;
-        dot_rows(gate_rows, stride, rows, input, hidden, gate);
-        dot_rows(up_rows, stride, rows, input, hidden, up);
+      const int64_t row = task % inner_blocks * kBlockRows;
+      const int64_t rows = std::min(kBlockRows, inner - row);
+      const int64_t pairs = static_cast<int64_t>(hit.pairs.size());
+      inputs.clear();
+      for (const int64_t pair : hit.pairs) inputs.push_back(x.get() + pair / choices * x_stride);
+      gates.resize(static_cast<size_t>(pairs * kBlockRows));
+      ups.resize(gates.size());
+      const auto run = [&](int64_t from, float* to) {
+        simd().project(reader.read(weight, from, rows), rows, hidden, inputs.data(), pairs, to, kBlockRows);
+      };
+      run(row, gates.data());
+      run(inner + row, ups.data());
+      for (int64_t i = 0; i < pairs; ++i) {
+        const int64_t pair = hit.pairs[static_cast<size_t>(i)];
         float factor;
         const int64_t at = row_offset(moe.weights, first + pair / choices) + pair % choices;
         load_floats(moe.weights.as<char>() + at * dtype_size(moe.weights.dtype), moe.weights.dtype, 1, &factor);
-        float* to = products.get() + pair * inner + row;
-        for (int64_t i = 0; i < rows; ++i) to[i] = clamped_swiglu(gate[i], up[i], moe.limit) * factor;
+        float* to = products.get() + pair * product_stride + row;
+        clamped_swiglu_row(gates.data() + i * kBlockRows, ups.data() + i * kBlockRows, rows, moe.limit, to);
+        for (int64_t c = 0; c < rows; ++c) to[c] *= factor;
         round_floats(to, moe.x.dtype, rows);
       }
     }
   });
 
-  if (moe.group != 0) {
-    pool.parallel_for(count * choices, 4, [&](int64_t begin, int64_t end) {
+  if (moe.group != 0 || is_packed(moe.down(0).encoding())) {
+    const int64_t pairs = count * choices;
+    pool.parallel_for(pairs, piece_items(pairs, kRowWork * pairs * inner), [&](int64_t begin, int64_t end) {
+      const Floats scratch = make_floats(inner);
       for (int64_t pair = begin; pair < end; ++pair) {
-        float* product = products.get() + pair * inner;
-        fp8_round_row(product, inner, moe.group);
-        round_floats(product, moe.x.dtype, inner);
+        float* product = products.get() + pair * product_stride;
+        if (moe.group != 0) {
+          fp8_round_row(product, inner, moe.group);
+          round_floats(product, moe.x.dtype, inner);
+        }
+        order_row(product, inner, moe.down(0).encoding(), scratch.get());
       }
     });
   }
 
-  const int64_t output_blocks = divide_up(outputs, kWeightBlock);
-  pool.parallel_for(hit_count * output_blocks, 4, [&](int64_t begin, int64_t end) {
-    const Floats scratch = make_floats(kWeightBlock * inner);
+  const int64_t output_blocks = divide_up(outputs, kBlockRows);
+  const int64_t down_tasks = hit_count * output_blocks;
+  pool.parallel_for(down_tasks, piece_items(down_tasks, work), [&](int64_t begin, int64_t end) {
+    RowReader reader;
+    std::vector<const float*> inputs;
+    std::vector<float> values;
     for (int64_t task = begin; task < end; ++task) {
       const Hit& hit = hits[static_cast<size_t>(task / output_blocks)];
-      const int64_t row = task % output_blocks * kWeightBlock;
-      const int64_t rows = std::min(kWeightBlock, outputs - row);
-      int64_t stride;
-      const float* down = moe.down(hit.expert).read(row, rows, scratch.get(), &stride);
-      for (const int64_t pair : hit.pairs) {
-        dot_rows(down, stride, rows, products.get() + pair * inner, inner, parts.get() + pair * outputs + row);
+      const int64_t row = task % output_blocks * kBlockRows;
+      const int64_t rows = std::min(kBlockRows, outputs - row);
+      const int64_t pairs = static_cast<int64_t>(hit.pairs.size());
+      inputs.clear();
+      for (const int64_t pair : hit.pairs) inputs.push_back(products.get() + pair * product_stride);
+      values.resize(static_cast<size_t>(pairs * kBlockRows));
+      simd().project(reader.read(moe.down(hit.expert), row, rows), rows, inner, inputs.data(), pairs, values.data(),
+                     kBlockRows);
+      for (int64_t i = 0; i < pairs; ++i) {
+        std::copy_n(values.data() + i * kBlockRows, rows,
+                    parts.get() + hit.pairs[static_cast<size_t>(i)] * outputs + row);
       }
     }
   });
 
-  pool.parallel_for(count, 4, [&](int64_t begin, int64_t end) {
+  pool.parallel_for(count, piece_items(count, count * choices * outputs), [&](int64_t begin, int64_t end) {
     const Floats sum = make_floats(outputs);
     for (int64_t row = begin; row < end; ++row) {
       std::fill_n(sum.get(), outputs, 0.0f);

@@ -2,10 +2,14 @@
 
 #include "cpu/kernels.h"
 #include "cpu/rows.h"
+#include "cpu/work_split.h"
 
 namespace dsv4c::cpu {
 
 namespace {
+
+// What a score and its place in the order take, in multiply-adds.
+constexpr int64_t kScoreWork = 64;
 
 // sqrt(softplus(x)); above 20 softplus is x in float32.
 void score(float* logits, int64_t count) {
@@ -39,7 +43,7 @@ void route_topk(const KernelArgs& args, ThreadPool& pool) {
   const int64_t experts = row_width(logits);
   require(k >= 0 && k <= experts && static_cast<int64_t>(bias.size()) == experts,
           "route_topk has sizes that do not fit each other");
-  pool.parallel_for(logits.size[0], 8, [&](int64_t begin, int64_t end) {
+  pool.parallel_for(logits.size[0], piece_items(logits.size[0], kScoreWork * logits.size[0] * experts), [&](int64_t begin, int64_t end) {
     const Floats scores = make_floats(experts);
     const Floats biased = make_floats(experts);
     std::vector<int32_t> order(static_cast<size_t>(experts));
@@ -68,7 +72,7 @@ void route_hash(const KernelArgs& args, ThreadPool& pool) {
   const float scale = static_cast<float>(args.real(3));
   const int64_t experts = row_width(logits);
   if (table.dtype != DType::I64) unsupported("a hash table of experts", table.dtype);
-  pool.parallel_for(logits.size[0], 8, [&](int64_t begin, int64_t end) {
+  pool.parallel_for(logits.size[0], piece_items(logits.size[0], kScoreWork * logits.size[0] * experts), [&](int64_t begin, int64_t end) {
     const Floats scores = make_floats(experts);
     for (int64_t row = begin; row < end; ++row) {
       read_row(logits, row, scores.get());

@@ -3,14 +3,14 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cpu/dot.h"
 #include "cpu/formats.h"
+#include "cpu/simd/simd.h"
 
 // The row-wise formulas that several kernels share, in place on float32; the caller rounds.
 namespace dsv4c::cpu {
 
 inline float reciprocal_rms(const float* x, int64_t width, float eps) {
-  return 1.0f / std::sqrt(dot(x, x, width) / static_cast<float>(width) + eps);
+  return 1.0f / std::sqrt(simd().dot(x, x, width) / static_cast<float>(width) + eps);
 }
 
 // `weight` may be null.
@@ -76,9 +76,12 @@ inline void fp4_round_row(float* x, int64_t width, int64_t group) {
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 // silu(min(gate, limit)) * clamp(up, -limit, limit)
-inline float clamped_swiglu(float gate, float up, float limit) {
-  gate = std::min(gate, limit);
-  return gate / (1.0f + std::exp(-gate)) * std::clamp(up, -limit, limit);
+inline void clamped_swiglu_row(const float* gate, const float* up, int64_t count, float limit, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = -std::min(gate[i], limit);
+  simd().exponentials(to, count);
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = std::min(gate[i], limit) / (1.0f + to[i]) * std::clamp(up[i], -limit, limit);
+  }
 }
 
 }  // namespace dsv4c::cpu

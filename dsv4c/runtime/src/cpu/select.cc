@@ -3,7 +3,9 @@
 #include "cpu/kernels.h"
 #include "cpu/row_math.h"
 #include "cpu/rows.h"
+#include "cpu/simd/simd.h"
 #include "cpu/state_rows.h"
+#include "cpu/work_split.h"
 
 namespace dsv4c::cpu {
 
@@ -11,6 +13,10 @@ namespace {
 
 // Entries one piece of work scores.
 constexpr int64_t kEntryChunk = 256;
+// What choosing among the scores takes for one of them, in multiply-adds.
+constexpr int64_t kSelectWork = 32;
+// Keys that are decoded at a time.
+constexpr int64_t kKeyBlock = 64;
 // Scores kept at a time (16 MB), unless one row has more.
 constexpr int64_t kMaxScores = 4 << 20;
 
@@ -35,20 +41,37 @@ struct Selector {
     const int64_t heads = q.size[1], width = q.size[2];
     const Floats queries = make_floats(heads * width);
     const Floats factors = make_floats(heads);
-    const Floats dots = make_floats(heads);
-    const Floats scratch = make_floats(width);
+    const Floats dots = make_floats(kKeyBlock * kBlockRows);
+    const Floats scratch = make_floats(kKeyBlock * width);
+    const float* block[kKeyBlock];
     for (int64_t h = 0; h < heads; ++h) read_row(q, row * heads + h, queries.get() + h * width);
     read_row(weights, row, factors.get());
     for (int64_t h = 0; h < heads; ++h) factors[h] *= scale;
     const int32_t* blocks = int_values(block_table) + slots[row] * block_table.stride[0];
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t entry = first + i;
-      const float* key = keys.read(blocks[entry / keys.inner()], entry % keys.inner(), scratch.get());
-      dot_rows(queries.get(), width, heads, key, width, dots.get());
-      float sum = 0;
-      for (int64_t h = 0; h < heads; ++h) sum += factors[h] * std::max(dots[h], 0.0f);
+    for (int64_t start = 0; start < count; start += kKeyBlock) {
+      const int64_t size = std::min(kKeyBlock, count - start);
+      for (int64_t i = 0; i < size; ++i) {
+        const int64_t entry = first + start + i;
+        block[i] = keys.read(blocks[entry / keys.inner()], entry % keys.inner(), scratch.get() + i * width);
+      }
+      float* sums = scores + start;
+      std::fill_n(sums, size, 0.0f);
+      for (int64_t head = 0; head < heads; head += kBlockRows) {
+        const int64_t part = std::min(kBlockRows, heads - head);
+        StoredRows stored;
+        stored.codes = reinterpret_cast<const uint8_t*>(queries.get() + head * width);
+        stored.row_bytes = width * static_cast<int64_t>(sizeof(float));
+        simd().project(stored, part, width, block, size, dots.get(), kBlockRows);
+        for (int64_t i = 0; i < size; ++i) {
+          for (int64_t h = 0; h < part; ++h) {
+            sums[i] += factors[head + h] * std::max(dots[i * kBlockRows + h], 0.0f);
+          }
+        }
+      }
       // A NaN would break the order of the selection.
-      scores[i] = std::isnan(sum) ? std::numeric_limits<float>::infinity() : sum;
+      for (int64_t i = 0; i < size; ++i) {
+        if (std::isnan(sums[i])) sums[i] = std::numeric_limits<float>::infinity();
+      }
     }
   }
 
@@ -108,13 +131,16 @@ void select_entries(const KernelArgs& args, ThreadPool& pool) {
       used += visible;
     }
     const Floats scores = make_floats(used);
-    pool.parallel_for(static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
+    const int64_t chunk_count = static_cast<int64_t>(chunks.size());
+    const int64_t work = used * selector.q.size[1] * selector.q.size[2];
+    pool.parallel_for(chunk_count, piece_items(chunk_count, work), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const Chunk& chunk = chunks[static_cast<size_t>(i)];
         selector.score(chunk.row, chunk.first, chunk.count, scores.get() + chunk.at);
       }
     });
-    pool.parallel_for(static_cast<int64_t>(rows.size()), 1, [&](int64_t begin, int64_t end) {
+    const int64_t row_total = static_cast<int64_t>(rows.size());
+    pool.parallel_for(row_total, piece_items(row_total, kSelectWork * used), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const Chunk& chunk = rows[static_cast<size_t>(i)];
         selector.select(chunk.row, scores.get() + chunk.at);

@@ -1,0 +1,225 @@
+"""`dsv4c bench`: tokens per second of an engine, and where the time of a step goes.
+
+`share` is bytes moved over time, against the read bandwidth of this machine measured in the same run. Bytes are those
+of the plan (weights and activations once, state as far as it is read); a launch whose data stays in the caches can
+therefore have a share above 1.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dsv4c.runtime.engine import Engine, Sampling, Session
+from dsv4c.runtime.trace import LaunchTime
+
+# Larger than the last-level cache of a server processor.
+_BANDWIDTH_BYTES = 1 << 29
+_BANDWIDTH_PASSES = 6
+BANDWIDTH_METHOD = "best of 6 sums of 512 MiB by numpy, in as many threads as the engine uses"
+# Steps that are run before those that count: they touch the weights and start the threads.
+_WARM_UP_STEPS = 2
+_PROFILED_PREFILLS = 3
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second that this machine reads from memory."""
+    buffer = np.ones(_BANDWIDTH_BYTES // 8, np.uint64)
+    parts = np.array_split(buffer, threads)
+    seconds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(_BANDWIDTH_PASSES):
+            started = time.perf_counter()
+            list(pool.map(np.sum, parts))  # numpy lets other threads run meanwhile
+            seconds.append(time.perf_counter() - started)
+    return _BANDWIDTH_BYTES / min(seconds)
+
+
+def processor_name() -> str:
+    """The processor's name where Linux gives one, and how many of them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} x{len(names)}" if names else platform.machine()
+
+
+def benchmark_prompt(length: int, vocab_size: int) -> list[int]:
+    """Token ids spread over the vocabulary: experts are hit as by text of all kinds."""
+    return [(7919 * index + 3) % vocab_size for index in range(length)]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One row of `dsv4c bench`: prompts prefilled slot after slot, then all slots decoded together, greedily.
+
+    p50 and p99 are of a decode step, which gives every slot one token.
+    """
+
+    device: str
+    threads: int
+    recipe: str
+    prompt_tokens: int
+    decode_tokens: int
+    slots: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    p50_ms: float
+    p99_ms: float
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def measure_speed(engine: Engine, prompt_tokens: int, decode_tokens: int, slots: int) -> Speed:
+    """Times a prompt of `prompt_tokens` in each of `slots` slots, and `decode_tokens` tokens a slot after it."""
+    session = engine.session(slots=slots, context=prompt_tokens + decode_tokens)
+    prompt = benchmark_prompt(prompt_tokens, engine.info.vocab_size)
+    _warm_up(session, prompt)
+    started = time.perf_counter()
+    following = [_sample_next(session, prompt, slot) for slot in range(slots)]
+    prefill = time.perf_counter() - started
+    seconds = []
+    all_slots = list(range(slots))
+    for position in range(prompt_tokens, prompt_tokens + decode_tokens):
+        started = time.perf_counter()
+        sampled = session.sample(following, all_slots, [position] * slots, all_slots, Sampling())
+        seconds.append(time.perf_counter() - started)
+        following = [int(token_id) for token_id in sampled]
+    return Speed(
+        device=processor_name(),
+        threads=engine.info.threads,
+        recipe=recipe_name(engine),
+        prompt_tokens=prompt_tokens,
+        decode_tokens=decode_tokens,
+        slots=slots,
+        prefill_tokens_per_s=round(slots * prompt_tokens / prefill, 1),
+        decode_tokens_per_s=round(slots * decode_tokens / sum(seconds), 1),
+        p50_ms=round(_percentile(seconds, 50) * 1e3, 3),
+        p99_ms=round(_percentile(seconds, 99) * 1e3, 3),
+    )
+
+
+def recipe_name(engine: Engine) -> str:
+    """Target, numerics and the encodings of the weights, as `cpu/exact/experts=int4,dense=int8`."""
+    recipe = engine.manifest()["recipe"]
+    weights = recipe["weights"]
+    return f"{recipe['target']}/{recipe['numerics']}/experts={weights['experts']},dense={weights['dense']}"
+
+
+def _percentile(seconds: Sequence[float], percent: int) -> float:
+    if len(seconds) == 1:
+        return seconds[0]
+    return statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1]
+
+
+def _warm_up(session: Session, prompt: list[int]) -> None:
+    for _ in range(_WARM_UP_STEPS):
+        _sample_next(session, prompt, 0)
+        session.reset(0)
+
+
+def _sample_next(session: Session, prompt: list[int], slot: int) -> int:
+    length = len(prompt)
+    return int(session.sample(prompt, [slot] * length, list(range(length)), [length - 1], Sampling())[0])
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Time of one launch, or of all launches of one operator, in one step of a phase (`prefill` or `decode`)."""
+
+    seconds: float  # median over the steps
+    bytes_moved: int
+    share: float  # bytes a second over the machine's read bandwidth
+
+    def cells(self, total: float) -> str:
+        part = self.seconds / total if total else 0.0
+        return f"{self.seconds * 1e6:>10.1f} {part:>6.1%} {self.bytes_moved / 1e6:>9.3f} {self.share:>7.1%}"
+
+
+@dataclass(frozen=True)
+class LaunchProfile:
+    """A launch by its place in the step; a phase that does not run it is left out."""
+
+    name: str
+    kernel: str
+    layer: int | None
+    phases: dict[str, PhaseTime]
+
+
+@dataclass(frozen=True)
+class KernelProfile:
+    """All launches of one operator."""
+
+    kernel: str
+    launches: int
+    phases: dict[str, PhaseTime]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of a step goes; `step_seconds` is the sum over the launches by phase."""
+
+    device: str
+    threads: int
+    recipe: str
+    prompt_tokens: int
+    decode_tokens: int
+    read_bytes_per_s: float
+    read_bandwidth_method: str
+    step_seconds: dict[str, float]
+    kernels: list[KernelProfile]
+    launches: list[LaunchProfile]
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        phases = list(self.step_seconds)
+        times = ", ".join(f"{phase} {self.step_seconds[phase] * 1e3:.3f} ms" for phase in phases)
+        lines = [
+            f"engine     {self.recipe}, {self.threads} threads on {self.device}",
+            f"bandwidth  {self.read_bytes_per_s / 1e9:.1f} GB/s read ({self.read_bandwidth_method})",
+            f"step       {times}: a prefill of {self.prompt_tokens} tokens, the median of {self.decode_tokens} decodes",
+            "",
+            _heading("operator", phases),
+        ]
+        for kernel in self.kernels:
+            lines.append(f"{kernel.kernel:<18}{kernel.launches:>6}      " + self._cells(kernel.phases))
+        lines += ["", _heading("launch", phases)]
+        for launch in self.launches:
+            layer = "" if launch.layer is None else str(launch.layer)
+            lines.append(f"{launch.kernel:<18}{layer:>5} {launch.name[:24]:<24}"[:48] + self._cells(launch.phases))
+        return "\n".join(lines)
+
+    def _cells(self, phases: dict[str, PhaseTime]) -> str:
+        blank = " " * 35
+        return " ".join(
+            phases[phase].cells(total) if phase in phases else blank for phase, total in self.step_seconds.items()
+        )
+
+
+def _heading(what: str, phases: Sequence[str]) -> str:
+    return ""
+
+
+def profile_engine(engine: Engine, prompt_tokens: int, decode_tokens: int) -> Profile:
+    """Profiles the prefill of a prompt in one step, and the decode steps that follow it."""
+    bandwidth = read_bandwidth(engine.info.threads)
+    session = engine.session(slots=1, context=prompt_tokens + decode_tokens)
+    prompt = benchmark_prompt(prompt_tokens, engine.info.vocab_size)
+    _warm_up(session, prompt)
+    rows = [0] * prompt_tokens
+    prefills = []
+    for _ in range(_PROFILED_PREFILLS):
+        session.reset(0)
+        prefills.append(session.profile(prompt, rows, list(range(prompt_tokens)), [prompt_tokens - 1]))
+    decodes = [
+        session.profile([prompt[position % prompt_tokens]], [0], [position], [0])
+        for position in range(prompt_tokens, prompt_tokens + decode_tokens)
+    ]
+    return _profile(engine, {"prefill": prefills, "decode": decodes}, bandwidth, prompt_tokens, decode_tokens)
