@@ -8,7 +8,8 @@ therefore have a share above 1.
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,20 +131,16 @@ def _sample_next(session: Session, prompt: list[int], slot: int) -> int:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Time of one launch, or of all launches of one operator, in one step of a phase (`prefill` or `decode`)."""
+    """One launch, or all launches of one operator, in a step of one phase (`prefill` or `decode`)."""
 
     seconds: float  # median over the steps
     bytes_moved: int
-    share: float  # bytes a second over the machine's read bandwidth
-
-    def cells(self, total: float) -> str:
-        part = self.seconds / total if total else 0.0
-        return f"{self.seconds * 1e6:>10.1f} {part:>6.1%} {self.bytes_moved / 1e6:>9.3f} {self.share:>7.1%}"
+    share: float  # of the machine's read bandwidth
 
 
 @dataclass(frozen=True)
 class LaunchProfile:
-    """A launch by its place in the step; a phase that does not run it is left out."""
+    """A launch by its place in the step. A phase that does not run it is left out."""
 
     name: str
     kernel: str
@@ -153,7 +150,7 @@ class LaunchProfile:
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """All launches of one operator."""
+    """All launches of one operator; the one that takes most of a decode step comes first."""
 
     kernel: str
     launches: int
@@ -179,32 +176,41 @@ class Profile:
         return asdict(self)
 
     def to_text(self) -> str:
-        phases = list(self.step_seconds)
-        times = ", ".join(f"{phase} {self.step_seconds[phase] * 1e3:.3f} ms" for phase in phases)
+        times = ", ".join(f"{phase} {seconds * 1e3:.3f} ms" for phase, seconds in self.step_seconds.items())
         lines = [
             f"engine     {self.recipe}, {self.threads} threads on {self.device}",
-            f"bandwidth  {self.read_bytes_per_s / 1e9:.1f} GB/s read ({self.read_bandwidth_method})",
-            f"step       {times}: a prefill of {self.prompt_tokens} tokens, the median of {self.decode_tokens} decodes",
+            f"bandwidth  {self.read_bytes_per_s / 1e9:.1f} GB/s read: {BANDWIDTH_METHOD}",
+            f"step       {times}",
+            f"           prefill of {self.prompt_tokens} tokens with the logits of each; median of "
+            f"{self.decode_tokens} decodes",
+            "bytes      as planned for the whole bucket; bandwidth as a share of the machine's",
             "",
-            _heading("operator", phases),
+            *self._heading("operator"),
         ]
         for kernel in self.kernels:
-            lines.append(f"{kernel.kernel:<18}{kernel.launches:>6}      " + self._cells(kernel.phases))
-        lines += ["", _heading("launch", phases)]
+            lines.append(f"{kernel.kernel:<20}{kernel.launches:>6}{'':<20}" + self._cells(kernel.phases))
+        lines += ["", *self._heading("launch")]
         for launch in self.launches:
             layer = "" if launch.layer is None else str(launch.layer)
-            lines.append(f"{launch.kernel:<18}{layer:>5} {launch.name[:24]:<24}"[:48] + self._cells(launch.phases))
+            lines.append(f"{launch.kernel:<20}{layer:>6} {launch.name[:18]:<19}" + self._cells(launch.phases))
         return "\n".join(lines)
 
+    def _heading(self, what: str) -> list[str]:
+        phases = "".join(f"{phase:^36}" for phase in self.step_seconds)
+        columns = f"{'us':>10}{'time':>7}{'MB':>10}{'bandw.':>9}" * len(self.step_seconds)
+        left = f"{what:<20}{'count' if what == 'operator' else 'layer':>6}{'':<20}"
+        return [f"{'':<46}{phases}".rstrip(), left + columns]
+
     def _cells(self, phases: dict[str, PhaseTime]) -> str:
-        blank = " " * 35
-        return " ".join(
-            phases[phase].cells(total) if phase in phases else blank for phase, total in self.step_seconds.items()
-        )
-
-
-def _heading(what: str, phases: Sequence[str]) -> str:
-    return ""
+        cells = []
+        for phase, total in self.step_seconds.items():
+            if (found := phases.get(phase)) is None:
+                cells.append(" " * 36)
+                continue
+            part = found.seconds / total if total else 0.0
+            moved = found.bytes_moved / 1e6
+            cells.append(f"{found.seconds * 1e6:>10.1f}{part:>7.1%}{moved:>10.3f}{found.share:>9.1%}")
+        return "".join(cells).rstrip()
 
 
 def profile_engine(engine: Engine, prompt_tokens: int, decode_tokens: int) -> Profile:
@@ -213,13 +219,69 @@ def profile_engine(engine: Engine, prompt_tokens: int, decode_tokens: int) -> Pr
     session = engine.session(slots=1, context=prompt_tokens + decode_tokens)
     prompt = benchmark_prompt(prompt_tokens, engine.info.vocab_size)
     _warm_up(session, prompt)
-    rows = [0] * prompt_tokens
     prefills = []
     for _ in range(_PROFILED_PREFILLS):
         session.reset(0)
-        prefills.append(session.profile(prompt, rows, list(range(prompt_tokens)), [prompt_tokens - 1]))
+        # The logits of every row, as the plan counts the bytes of the head.
+        prefills.append(session.profile(prompt, [0] * prompt_tokens, list(range(prompt_tokens))))
     decodes = [
-        session.profile([prompt[position % prompt_tokens]], [0], [position], [0])
+        session.profile([prompt[position % prompt_tokens]], [0], [position])
         for position in range(prompt_tokens, prompt_tokens + decode_tokens)
     ]
-    return _profile(engine, {"prefill": prefills, "decode": decodes}, bandwidth, prompt_tokens, decode_tokens)
+    steps = {"prefill": prefills, "decode": decodes}
+    return Profile(
+        device=processor_name(),
+        threads=engine.info.threads,
+        recipe=recipe_name(engine),
+        prompt_tokens=prompt_tokens,
+        decode_tokens=decode_tokens,
+        read_bytes_per_s=bandwidth,
+        read_bandwidth_method=BANDWIDTH_METHOD,
+        step_seconds={
+            phase: statistics.median(sum(launch.seconds for launch in step) for step in found)
+            for phase, found in steps.items()
+        },
+        kernels=_by_kernel(steps, bandwidth),
+        launches=_by_launch(steps, bandwidth),
+    )
+
+
+_Steps = dict[str, list[list[LaunchTime]]]  # the launches of every step of a phase
+
+
+def _phase_times(steps: _Steps, key: Callable[[LaunchTime], str], bandwidth: float) -> dict[str, dict[str, PhaseTime]]:
+    """Key -> phase -> time. A step that ran in pieces has its launches several times: they add up."""
+    times: dict[str, dict[str, PhaseTime]] = {}
+    for phase, found in steps.items():
+        seconds: dict[str, list[float]] = {}
+        moved: dict[str, int] = {}
+        for number, step in enumerate(found):
+            for launch in step:
+                name = key(launch)
+                seconds.setdefault(name, [0.0] * len(found))[number] += launch.seconds
+                # The same in every step of a phase.
+                moved[name] = moved.get(name, 0) + (launch.bytes_moved if number == 0 else 0)
+        for name, each in seconds.items():
+            median = statistics.median(each)
+            share = moved[name] / median / bandwidth if median > 0 else 0.0
+            times.setdefault(name, {})[phase] = PhaseTime(median, moved[name], share)
+    return times
+
+
+def _by_launch(steps: _Steps, bandwidth: float) -> list[LaunchProfile]:
+    times = _phase_times(steps, lambda launch: launch.node, bandwidth)
+    first = {launch.node: launch for found in steps.values() for launch in reversed(found[0])}
+    ordered = sorted(times, key=lambda name: first[name].launch)
+    return [LaunchProfile(name, first[name].kernel, first[name].layer, times[name]) for name in ordered]
+
+
+def _by_kernel(steps: _Steps, bandwidth: float) -> list[KernelProfile]:
+    times = _phase_times(steps, lambda launch: launch.kernel, bandwidth)
+    nodes = {(launch.kernel, launch.node) for found in steps.values() for launch in found[0]}
+    counts = Counter(kernel for kernel, _ in nodes)
+
+    def decode_seconds(kernel: str) -> float:
+        return times[kernel]["decode"].seconds if "decode" in times[kernel] else 0.0
+
+    ordered = sorted(times, key=lambda kernel: (-decode_seconds(kernel), kernel))
+    return [KernelProfile(kernel, counts[kernel], times[kernel]) for kernel in ordered]

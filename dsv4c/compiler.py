@@ -10,7 +10,7 @@ from dsv4c.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from dsv4c.checkpoint.scan import scan_checkpoint
 from dsv4c.engine.goldens import Goldens
 from dsv4c.engine.plan_section import encode_plan
-from dsv4c.engine.reader import read_engine
+from dsv4c.engine.reader import is_engine, read_engine
 from dsv4c.engine.summary import weight_lines
 from dsv4c.engine.writer import EngineParts, check_space, write_engine
 from dsv4c.errors import InputError
@@ -84,6 +84,7 @@ def build_engine(
     from the slow stages.
     """
     checkpoint = open_checkpoint(checkpoint_path)
+    output = _checked_output(output, checkpoint)
     graph = build_graph(checkpoint.config, checkpoint.weights, recipe.numerics, recipe.rollback_rows)
     _prepare_dump_dir(dump_dir)
     graph = run_passes(graph, build_pipeline(), PassContext(recipe.target, recipe, dump_dir))
@@ -120,6 +121,19 @@ def build_engine(
 
 def _stage(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(what, done, total)
+
+
+def _checked_output(output: Path, checkpoint: Checkpoint) -> Path:
+    """The file to write, links followed; raises InputError where writing it would destroy something else."""
+    target = output.resolve()
+    if target.exists() and not target.is_file():
+        raise InputError(f"the output {output} is no regular file", hint="name the engine file to write with -o")
+    inputs = {path.resolve() for path in checkpoint.path.iterdir()}
+    if target in inputs and not is_engine(target):
+        raise InputError(
+            f"the output {output} is a file of the checkpoint", hint="choose another name or folder with -o"
+        )
+    return target
 
 
 def _prepare_dump_dir(dump_dir: Path | None) -> None:

@@ -144,4 +144,5 @@ def negative_log_likelihood(logits: npt.NDArray[np.float32], targets: TokenIds) 
     # In place: a copy of the logits is what the exponentials need anyway.
     shifted = np.subtract(logits, largest)
     np.exp(shifted, out=shifted)
-    return np.log(shifted.sum(axis=1, dtype=np.float64)) - chosen
+    nll: npt.NDArray[np.float64] = np.log(shifted.sum(axis=1, dtype=np.float64)) - chosen
+    return nll

@@ -14,6 +14,7 @@ from dsv4c.checkpoint.formats import dequantize_fp4, dequantize_fp8
 from dsv4c.compiler import build_engine
 from dsv4c.engine.format import SectionType
 from dsv4c.engine.reader import EngineReader, read_engine
+from dsv4c.errors import InputError
 from dsv4c.recipe import Recipe
 from tests.fixtures import (
     TINY_OFFICIAL,
@@ -118,6 +119,25 @@ def test_mtp_tensors_are_declared_and_not_compiled(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "mtp", config, random_weights(config_of(config), seed=1))
     manifest = build(folder, tmp_path / "mtp.dsv4c").manifest
     assert manifest["draft"]["kind"] == "mtp" and manifest["draft"]["compiled"] is False
+
+
+def test_the_output_may_not_destroy_what_the_build_reads(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", SMALL, random_weights(config_of(SMALL), seed=3))
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    link = tmp_path / "link"
+    link.symlink_to(folder / "config.json")
+    for output in (folder / "config.json", folder / "model-00001-of-00002.safetensors", link):
+        with pytest.raises(InputError, match="is a file of the checkpoint"):
+            build(folder, output)
+    with pytest.raises(InputError, match="is no regular file"):
+        build(folder, Path(os.devnull))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    # An engine beside the weights is fine, and so is building it again, also through a link.
+    build(folder, folder / "engine.dsv4c")
+    link.unlink()
+    link.symlink_to(folder / "engine.dsv4c")
+    build(folder, link)
+    assert link.is_symlink()
 
 
 def test_dump_dir_has_every_pass_and_the_plan(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ class ScriptedEngine:
 
     def __init__(self, answer: Sequence[int], max_context: int = 1000) -> None:
         self.answer = answer
-        self.info = SimpleNamespace(max_context=max_context, eos_token_ids=(EOS,))
+        self.info = SimpleNamespace(max_context=max_context, eos_token_ids=(EOS,), vocab_size=4096)
         self.context = 0
 
     def generate(
@@ -96,7 +96,10 @@ def test_statistics() -> None:
 
 
 def test_one_token_has_no_decode_speed() -> None:
-    assert run([5], max_tokens=1)[0].decode_tokens_per_second == 0.0
+    result, _, _ = run([5], prompt=[3], max_tokens=1)
+    assert result.decode_tokens_per_second == 0.0
+    text = result.to_text()
+    assert text.startswith("prompt 1 token, prefill ") and text.endswith("; generated 1 token; stopped by max_tokens")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,8 @@ def test_one_token_has_no_decode_speed() -> None:
         ([1] * 10, None, "the prompt is 10 tokens and leaves no room in a context of 10"),
         ([1] * 8, 4, "the prompt is 8 tokens and leaves no room in a context of 4"),
         ([1], 11, "a context of 11 tokens is asked; the model has 10"),
+        ([1, 4096], None, "token 4096 of the prompt is outside the model's vocabulary"),
+        ([-1], None, "token -1 of the prompt is outside the model's vocabulary"),
     ],
 )
 def test_prompt_that_does_not_fit(prompt: list[int], context: int | None, message: str) -> None:

@@ -25,6 +25,17 @@ def test_reference_recipe_is_the_override() -> None:
     assert reference.with_overrides(numerics="exact") == Recipe.for_target("cpu", None)
 
 
+@pytest.mark.parametrize("name", ["cpu-reference", "cpu-reference.toml"])
+def test_recipe_of_dsv4c_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Recipe.for_target("cpu", Path(name)).numerics == "reference"
+    # A file of that name here goes first.
+    (tmp_path / name).write_text('target = "cpu"', encoding="utf-8")
+    assert Recipe.for_target("cpu", Path(name)).numerics == "exact"
+    with pytest.raises(RecipeError, match="there is no recipe absent/cpu-reference"):
+        Recipe.for_target("cpu", Path("absent") / name)
+
+
 def test_override_with_the_same_numerics_keeps_the_state_encodings() -> None:
     recipe = parse_recipe(CPU | {"numerics": "reference", "kv": "f32", "index_keys": "fp8"})
     assert recipe.with_overrides(numerics="reference") == recipe
@@ -56,7 +67,9 @@ def test_dict_for_the_manifest_reads_back() -> None:
         ({"weights": "stored"}, "`weights` is not a table", "[weights]"),
         ({"numerics": "exakt"}, "`numerics` is 'exakt'", '"exact", "reference"'),
         ({"numerics": ["exact"]}, "`numerics` is ['exact']", '"exact"'),
-        ({"kv": "fp8"}, "keeps state in f32", "numerics"),
+        ({"zzz": 1}, "unknown key `zzz`", "known: target, numerics"),
+        ({"kv": "fp8"}, "`kv` is 'fp8'; exact numerics keep it in", "leave `kv` out"),
+        ({"index_keys": "fp4"}, "`index_keys` is 'fp4'; exact numerics", "leave `index_keys` out"),
         ({"kv": "int8", "numerics": "reference"}, "`kv` is 'int8'", '"f32", "fp8"'),
         ({"decode_buckets": [4, 1]}, "`decode_buckets` is [4, 1]", "smallest first"),
         ({"decode_buckets": [1, 1]}, "`decode_buckets` is [1, 1]", "once"),
@@ -97,7 +110,7 @@ def test_error_names_the_file(tmp_path: Path, text: str, message: str) -> None:
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="there is no recipe") as raised:
         load_recipe(tmp_path / "absent.toml")
-    assert raised.value.hint is not None and "cpu.toml" in raised.value.hint
+    assert raised.value.hint is not None and "cpu, cpu-" in raised.value.hint
     with pytest.raises(RecipeError, match="cannot read recipe"):
         load_recipe(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'target = "\xff"')

@@ -18,7 +18,7 @@ from dsv4c.passes.pass_manager import PassContext, run_passes
 from dsv4c.passes.pipeline import build_pipeline
 from dsv4c.recipe import Recipe
 from dsv4c.runtime.engine import Engine
-from tests.fixtures import TINY_OFFICIAL
+from tests.fixtures import TINY_OFFICIAL, config_of, random_weights, tiny_config_json, write_checkpoint
 from tests.model_cases import Logits, checkpoint_of, engine_of
 
 TOKENS = 200
@@ -52,6 +52,17 @@ def test_index_keys_in_fp8_are_those_in_fp4(tmp_path: Path) -> None:
         engine_logits(str(tmp_path / "e"), ids, 70),
         engine_logits(str(engine_of("tiny", "fp8_fp4", "reference")), ids, 70),
     )
+
+
+def test_a_cache_of_rotary_channels_only_stays_bfloat16(tmp_path: Path) -> None:
+    config = tiny_config_json(head_dim=64, num_hidden_layers=3, compress_ratios=[0, 4, 128], num_nextn_predict_layers=0)
+    checkpoint = write_checkpoint(tmp_path / "m", config, random_weights(config_of(config), seed=2), quantization="fp8")
+    build_engine(checkpoint, RECIPE, tmp_path / "fp8", goldens=False)
+    build_engine(checkpoint, replace(RECIPE, kv="f32"), tmp_path / "f32", goldens=False)
+    ids = list(range(150))
+    packed, plain = (engine_logits(str(tmp_path / name), ids, 150) for name in ("fp8", "f32"))
+    assert np.isfinite(packed).all()
+    np.testing.assert_array_equal(packed, plain)
 
 
 def test_trained_model_against_the_oracle(tmp_path: Path) -> None:

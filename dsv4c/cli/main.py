@@ -16,6 +16,7 @@ from dsv4c.version import VERSION
 # Command -> module (which defines `<command>_command`) and the line for `--help`. A command's module is imported only
 # when that command runs, so that none pays for the imports of another.
 _COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("dsv4c.cli.bench", "Measure the speed or the quality of an engine."),
     "build": ("dsv4c.cli.build", "Build an engine from a checkpoint."),
     "inspect": ("dsv4c.cli.inspect", "Say what an engine or a checkpoint holds."),
     "run": ("dsv4c.cli.run", "Generate text from a prompt."),

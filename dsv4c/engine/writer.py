@@ -49,9 +49,13 @@ def canonical_json(data: Mapping[str, Any]) -> bytes:
     return json.dumps(data, sort_keys=True, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def weights_file(engine: Path) -> Path:
-    """Where `split_weights` puts the weights of an engine."""
-    return engine.with_name(engine.name + ".weights")
+def weights_name(engine: Path, chunk_digests: list[bytes]) -> str:
+    """The name of an engine's external weights file.
+
+    It tells the contents: an engine never opens with other weights than its own, and a build with new kernels leaves
+    the weights file as it is.
+    """
+    return f"{engine.name}.{hashlib.sha256(b''.join(chunk_digests)).hexdigest()[:16]}.weights"
 
 
 def _align(offset: int) -> int:
@@ -79,17 +83,18 @@ def check_space(path: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _sealed(*paths: Path) -> Iterator[list[IO[bytes]]]:
+def _sealed(paths: list[Path]) -> Iterator[list[IO[bytes]]]:
     """Files beside `paths` that take their names, the first one last, when the block ends without an error.
 
-    A name left by a build that was killed is taken over; one that is being written is refused.
+    The block may replace entries of `paths`, but the first. What a killed build left is taken over; a file that is
+    being written is refused.
     """
     partial = [path.with_name(f".{path.name}.partial") for path in paths]
     with contextlib.ExitStack() as stack:
         try:
             files = []
-            for temporary, path in zip(partial, paths, strict=True):
-                files.append(_locked(temporary, path))
+            for temporary in partial:
+                files.append(_locked(temporary, paths[0]))
                 stack.callback(temporary.unlink, missing_ok=True)
                 stack.callback(_close, files[-1])
             yield files
@@ -185,18 +190,19 @@ def write_engine(
     there is no room or the file cannot be written; then nothing is left behind.
     """
     check_space(path, engine_size(parts))
-    external = weights_file(path) if split_weights else None
-    if external is not None and len(external.name.encode()) >= _EXTERNAL_NAME_BYTES:
+    if not split_weights:
+        with _sealed([path]) as (file,):
+            _write(file, parts, weights, measured, path, None)
+        return
+    longest = len(weights_name(path, []).encode())
+    if longest >= _EXTERNAL_NAME_BYTES:
         raise EngineFormatError(
-            f"the weights file would be called {external.name}, more than {_EXTERNAL_NAME_BYTES - 1} bytes",
+            f"the name of the weights file would have {longest} bytes, more than {_EXTERNAL_NAME_BYTES - 1}",
             hint="choose a shorter engine name with -o",
         )
-    if external is None:
-        with _sealed(path) as (file,):
-            _write(file, parts, weights, measured, None, file)
-    else:
-        with _sealed(path, external) as (file, weights_file_out):
-            _write(file, parts, weights, measured, external.name, weights_file_out)
+    paths = [path, path.with_name(path.name + ".weights")]
+    with _sealed(paths) as (file, weights_out):
+        paths[1] = path.with_name(_write(file, parts, weights, measured, path, weights_out))
 
 
 def _write(
@@ -204,9 +210,10 @@ def _write(
     parts: EngineParts,
     weights: Iterable[bytes | memoryview],
     measured: Callable[[], Mapping[str, Any]],
-    external: str | None,
-    out: IO[bytes],
-) -> None:
+    path: Path,
+    external: IO[bytes] | None,
+) -> str:
+    """Write all sections; returns the name of the external weights file, empty where there is none."""
     count = 5 if parts.goldens is None else 6
     file.write(bytes(Header.LAYOUT.size + count * Section.LAYOUT.size))
     sections = _SectionWriter(file)
@@ -216,14 +223,15 @@ def _write(
     chunks_size = ChunkHeader.LAYOUT.size + 32 * chunk_count
     chunks_offset = sections.reserve(chunks_size)
     weights_offset = sections.start() if external is None else 0
-    digests = _stream_weights(out, weights, parts.weight_bytes)
+    digests = _stream_weights(external or file, weights, parts.weight_bytes)
+    external_name = weights_name(path, digests) if external else ""
     # After the weights, whose errors it may tell.
     sections.add(SectionType.MANIFEST, canonical_json({**parts.manifest, **measured()}))
     if parts.goldens is not None:
         # Last in the file: they alone may differ between two builds of the same inputs.
         sections.add(SectionType.GOLDENS, canonical_json(parts.goldens))
     size = file.tell()
-    header = ChunkHeader(1, 0, CHUNK_BYTES, chunk_count, parts.weight_bytes, (external or "").encode(), b"")
+    header = ChunkHeader(1, 0, CHUNK_BYTES, chunk_count, parts.weight_bytes, external_name.encode(), b"")
     chunks = header.pack() + b"".join(digests)
     assert len(chunks) == chunks_size
     file.seek(chunks_offset)
@@ -236,6 +244,7 @@ def _write(
         Section(SectionType.WEIGHTS, flags, weights_offset, parts.weight_bytes, 0, digest),
     ]
     _seal(file, parts.arch, sorted(entries, key=lambda e: e.type), size)
+    return external_name
 
 
 def _seal(file: IO[bytes], arch: str, entries: list[Section], size: int) -> None:

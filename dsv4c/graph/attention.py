@@ -104,7 +104,7 @@ def _compress(scope: LayerScope, layer: LayerConfig, x: Node, freqs: Node, prefi
 
 
 def _select(scope: LayerScope, layer: LayerConfig, x: Node, latent: Node, freqs: Node) -> Node:
-    """The lightning indexer: ids of the entries each row attends to, int32 [T, index_topk]."""
+    """The lightning indexer: ids of the entries each row attends to, int32 [T, K], K at most index_topk."""
     config, inputs = scope.config, scope.inputs
     heads, width = config.index_n_heads, config.index_head_dim
     keys = _compress(scope, layer, x, freqs, "attn.indexer.compressor", width, "index_keys")
@@ -125,7 +125,8 @@ def _select(scope: LayerScope, layer: LayerConfig, x: Node, latent: Node, freqs:
         inputs.slots,
         inputs.positions,
         inputs.block_table,
-        config.index_topk,
+        # No row sees more entries than the longest context has.
+        min(config.index_topk, max(config.max_position_embeddings // layer.ratio, 1)),
         layer.ratio,
         width**-0.5 * heads**-0.5,
     )

@@ -18,6 +18,7 @@ from dsv4c.graph import hyper_connections, moe, ops, sampling, state_ops
 from dsv4c.graph.annotations import GraphInfo, Numerics, set_info
 from dsv4c.graph.attention import attention
 from dsv4c.graph.scope import LayerScope, ModelScope, Placeholders, StepInputs, Symbols
+from dsv4c.graph.step_module import StepModule
 from dsv4c.step_abi import Input, LaunchFlag
 
 # Importing these registers the dsv4:: operators.
@@ -63,7 +64,7 @@ def build_graph(
         inputs.mask,
     )
     graph.output((logits, sampled))
-    gm = GraphModule(torch.nn.Module(), graph, class_name="Step")
+    gm = StepModule(torch.nn.Module(), graph, class_name="Step")
     set_info(gm, GraphInfo(config, numerics, symbols.names(), block_tokens(config)))
     return gm
 

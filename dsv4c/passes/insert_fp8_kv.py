@@ -3,7 +3,8 @@
     ring, entries: bfloat16 rows that were rounded through e4m3 -> packed rows (e4m3 and bf16) and exponents
     index keys:    bfloat16 rows that were rounded through e2m1 -> e2m1 (or e4m3) codes and exponents
 
-Nothing changes in value: a rounded row packs and unpacks exactly.
+Nothing changes in value: a rounded row packs and unpacks exactly. Where every channel is rotary none is rounded, and
+the cache stays bfloat16.
 """
 
 import torch
@@ -52,7 +53,7 @@ def insert_fp8_kv(gm: GraphModule, ctx: PassContext) -> PassResult:
         is_kv = any(user.target is dsv4.attention.default for user in plane.users)
         if is_keys and recipe.index_keys != "f32":
             _replace(gm, plane, *_key_format(plane, recipe.index_keys == "fp4"))
-        elif is_kv and recipe.kv == "fp8":
+        elif is_kv and recipe.kv == "fp8" and info.config.rotary_dim < info.config.head_dim:
             head_dim, rotary_dim = info.config.head_dim, info.config.rotary_dim
             widths = packed_row_bytes(head_dim, rotary_dim), packed_scale_bytes(head_dim, rotary_dim)
             _replace(gm, plane, torch.uint8, *widths)

@@ -1,6 +1,6 @@
 """Tokens per second of an engine, as CSV rows on stdout.
 
-python -m tests.benchmarks.tokens_per_second ENGINE [--threads N] [--context 64,512] [--batch 1,4]
+python -m tests.benchmarks.tokens_per_second ENGINE [--threads N] [--context N,N] [--batch N,N]
 
 A row is one context and batch: the prompt of that many tokens is prefilled in every slot, then all slots decode
 together. p50 and p99 are of one decode step, in milliseconds.
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from dsv4c.runtime.engine import Engine, Sampling, Session
+from dsv4c.wording import counted
 
 DECODE_STEPS = 64
 GREEDY = Sampling()
@@ -66,7 +67,7 @@ def measure(engine: Engine, context: int, batch: int) -> Row:
     recipe = engine.manifest()["recipe"]
     return Row(
         commit=_commit(),
-        device=_device(),
+        device=_device(engine.info.threads),
         recipe=f"{recipe['target']}/{recipe['numerics']}",
         context=context,
         batch=batch,
@@ -83,24 +84,35 @@ def _commit() -> str:
     return result.stdout.strip() or "unknown"
 
 
-def _device() -> str:
-    """The processor's name where Linux gives one."""
+def _device(threads: int) -> str:
+    """The processor's name where Linux gives one, and how many of its cores the engine uses."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} x{len(names)}" if names else platform.machine()
+    return f"{names[0] if names else platform.machine()}; {counted(threads, 'core')}"
 
 
 def _sizes(text: str) -> list[int]:
-    return [int(size) for size in text.split(",")]
+    sizes = [int(size) for size in text.split(",")]
+    if min(sizes) < 1:
+        raise ValueError
+    return sizes
+
+
+# argparse names it in its errors: "invalid list of sizes value".
+_sizes.__name__ = "list of sizes"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="tokens per second of an engine, as CSV")
-    parser.add_argument("engine", type=Path)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--context", type=_sizes, default=[64, 512])
-    parser.add_argument("--batch", type=_sizes, default=[1, 4])
+    parser.add_argument("engine", type=Path, help="the engine file")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: one a processor)")
+    parser.add_argument(
+        "--context", type=_sizes, default=[64, 512], metavar="N,N", help="tokens of the prompt (default: 64,512)"
+    )
+    parser.add_argument(
+        "--batch", type=_sizes, default=[1, 4], metavar="N,N", help="sequences decoded together (default: 1,4)"
+    )
     arguments = parser.parse_args()
     writer = csv.DictWriter(sys.stdout, [field.name for field in fields(Row)])
     writer.writeheader()

@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +62,38 @@ def test_recipe_with_an_unknown_key(tmp_path: Path, capsys: pytest.CaptureFixtur
     recipe.write_text('target = "cpu"\nnumeric = "exact"\n', encoding="utf-8")
     err = refused([TINY, "--target", "cpu", "--recipe", str(recipe)], 3, capsys)
     assert "unknown key `numeric`" in err and "did you mean `numerics`?" in err
+
+
+def test_recipe_that_does_not_exist_names_the_bundled_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    err = refused([TINY, "--target", "cpu", "--recipe", "cpu-refernce"], 3, capsys)
+    assert "there is no recipe cpu-refernce" in err and "cpu-reference" in err
+
+
+def test_checkpoint_without_tokenizer_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(TINY_OFFICIAL, checkpoint, ignore=shutil.ignore_patterns("tokenizer*"))
+    output = str(tmp_path / "a.dsv4c")
+    assert main(["build", str(checkpoint), "--target", "cpu", "-o", output, "--no-goldens"]) == 0
+    assert "warning: no tokenizer.json" in capsys.readouterr().err
+    assert main(["run", output, "Hello"]) == 12
+    assert "hint: give the prompt as token ids" in capsys.readouterr().err
+
+
+def test_interrupt_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    output = tmp_path / "a.dsv4c"
+    dumps = tmp_path / "dumps"
+    command = [sys.executable, "-m", "dsv4c", "build", TINY, "--target", "cpu", "-o", str(output)]
+    with subprocess.Popen([*command, "--dump-dir", str(dumps)], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        # The first dump: the build is under way.
+        deadline = time.monotonic() + 120
+        while not (dumps / "00-input.txt").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        err = process.stderr.read()
+        assert process.wait(timeout=60) == 130
+    assert err.strip() == b"interrupted"
+    assert [path.name for path in tmp_path.iterdir()] == ["dumps"]
 
 
 def test_output_in_a_folder_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """What every command shares: messages on stderr, exit codes, an interrupted or abandoned run."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import click
@@ -36,9 +38,14 @@ def test_error_is_message_blank_line_hint(
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (PermissionError(13, "Permission denied", "a/b"), 12, "error: a/b: Permission denied"),
-        (OSError(28, "No space left on device"), 12, "error: No space left on device"),
-        (KeyboardInterrupt(), 130, ""),
+        (
+            PermissionError(13, "Permission denied", "a/b"),
+            12,
+            "error: a/b: Permission denied\n\nhint: check the path and its permissions\n",
+        ),
+        (OSError(24, "Too many open files"), 12, "error: Too many open files\n"),
+        (OSError(28, "No space left on device", "a"), 12, "error: a: No space left on device\n\nhint: free some space"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
         (BrokenPipeError(), 141, ""),
     ],
 )
@@ -65,20 +72,40 @@ def test_bug_stays_a_traceback(command_that: Callable[[BaseException], None]) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "message", "command"),
     [
-        (["biuld"], "No such command 'biuld'"),
-        (["build"], "Missing argument 'CHECKPOINT'"),
-        (["build", "x"], "Missing option '--target'"),
-        (["run", "x", "y", "--top-p", "2"], "Invalid value for '--top-p'"),
-        (["run", "x"], "give a PROMPT"),
-        (["run", "x", "y", "--system", "z"], "--system needs --chat"),
-        (["run", "x", "1", "--ids", "--stop", "a"], "--ids takes no"),
+        (["biuld"], "no such command 'biuld'", "dsv4c"),
+        (["build"], "missing argument 'CHECKPOINT'", "dsv4c build"),
+        (["build", "x"], "missing option '--target'", "dsv4c build"),
+        (["run", "x", "y", "--top-p", "2"], "invalid value for '--top-p': 2.0 is not in the range", "dsv4c run"),
+        (["run", "x"], "give a PROMPT, or", "dsv4c run"),
+        (["run", "x", "y", "--prompt-file", "z"], "give a PROMPT or --prompt-file, not both", "dsv4c run"),
+        (["run", "x", "y", "--system", "z"], "--system needs --chat", "dsv4c run"),
+        (["run", "x", "1", "--ids", "--stop", "a"], "--ids takes no", "dsv4c run"),
     ],
 )
-def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(arguments: list[str], message: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {message}")
+    assert err.endswith(f"\n\nhint: see `{command} --help`\n")
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("Usage: dsv4c ")
+
+
+@pytest.mark.parametrize(("package", "arguments"), [("click", ["--help"]), ("rich", ["verify", "x"])])
+def test_package_that_is_not_installed(package: str, arguments: list[str]) -> None:
+    script = (
+        f"import sys; sys.modules[{package!r}] = None; from dsv4c.cli.entry import main; "
+        "sys.argv[0] = 'dsv4c'; sys.exit(main())"
+    )
+    result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (12, "")
+    assert result.stderr.startswith(f"error: this command needs the Python package {package}, which is not installed")
+    assert "Traceback" not in result.stderr
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

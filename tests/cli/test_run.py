@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +38,7 @@ def test_stream_is_the_text_of_json(tiny_engine: Path, capfdbinary: pytest.Captu
     assert result["stop_reason"] in {"max_tokens", "eos"} and 1 < len(result["token_ids"]) <= 16
     assert main(["run", str(tiny_engine), PROMPT, "--max-tokens", "16"]) == 0
     out, err = capfdbinary.readouterr()
-    assert out.decode() == result["text"] + "\n"
+    assert out.decode() == result["text"]
     assert b"tokens/s" in err
 
 
@@ -89,8 +91,8 @@ def test_threads_do_not_change_the_answer(run_json: Any) -> None:
         (["a", "--context", "100000"], 12, "a context of 100000 tokens is asked"),
         (["word " * 50, "--context", "10"], 12, "leaves no room in a context of 10"),
         (["1 x", "--ids"], 12, "whole numbers"),
-        (["", "--ids"], 12, "the prompt is empty"),
-        (["999999", "--ids"], 10, "999999"),
+        (["-- -1", "--ids"], 12, "whole numbers"),
+        (["0 4096", "--ids"], 12, "token 4096 of the prompt is outside the model's vocabulary"),
         (["--prompt-file", "absent.txt"], 12, "absent.txt"),
         (["a", "--stop", ""], 12, "stop string is empty"),
     ],
@@ -101,7 +103,49 @@ def test_bad_input(
     capsys.readouterr()
     assert main(["run", str(tiny_engine), *arguments]) == code
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and message in err
+    assert out == "" and err.startswith("error: ") and message in err and "\n\nhint: " in err
+
+
+def test_empty_prompt_begins_with_the_begin_token(run_json: Any) -> None:
+    text = run_json("", "--max-tokens", "4")
+    ids = run_json("", "--ids", "--max-tokens", "4")
+    assert text["prompt_tokens"] == ids["prompt_tokens"] == 1
+    assert text["token_ids"] == ids["token_ids"] == run_json("0", "--ids", "--max-tokens", "4")["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        ([], ""),
+        (["--temperature", "1", "--seed", "3", "--top-k", "5"], ""),
+        (["--top-k", "5"], "note: --top-k without effect: at temperature 0 the likeliest token is taken\n"),
+        (["--seed", "0", "--top-p", "0.5"], "note: --top-p, --seed without effect"),
+        (["--context", "6"], "note: at most 3 tokens of answer: the context is 6 tokens\n"),
+        (["--threads", "4096"], " instead of 4096: one for each processor that is available\n"),
+    ],
+)
+def test_notes(tiny_engine: Path, arguments: list[str], note: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["run", str(tiny_engine), "0 35 79", "--ids", "--max-tokens", "4", *arguments, "--json"]) == 0
+    err = capsys.readouterr().err
+    assert note in err and err.count("note: ") == bool(note)
+
+
+def test_newline_after_the_text_on_a_terminal(tiny_engine: Path) -> None:
+    terminal, output = pty.openpty()
+    command = [*RUN, str(tiny_engine), "0 35 79", "--ids", "--max-tokens", "1"]
+    subprocess.run(command, stdout=output, stderr=subprocess.DEVNULL, check=True)
+    # A terminal shows "\r\n" for a newline.
+    assert re.fullmatch(rb"\d+\r\n", os.read(terminal, 100))
+    os.close(output)
+    os.close(terminal)
+
+
+def test_stdout_that_cannot_be_written(tiny_engine: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run([*RUN, str(tiny_engine), PROMPT], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert result.returncode == 12
+    assert result.stderr.startswith(b"error: cannot write to stdout: ") and b"Traceback" not in result.stderr
 
 
 def test_prompt_file_that_is_not_utf8(tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +164,7 @@ def test_interrupt_ends_quietly(tiny_engine: Path) -> None:
         process.send_signal(signal.SIGINT)
         err = process.stderr.read()
         assert process.wait(timeout=30) == 130
-    assert b"Traceback" not in err
+    assert err.strip() == b"interrupted"
 
 
 def test_reader_that_goes_away_ends_quietly(tiny_engine: Path) -> None:

@@ -35,4 +35,4 @@ def test_altered_weight(tiny_engine: Path, tmp_path: Path, capsys: pytest.Captur
 
 def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path)]) == 12
-    assert "dsv4c build" in capsys.readouterr().err
+    assert f"dsv4c build {tmp_path} --target cpu" in capsys.readouterr().err

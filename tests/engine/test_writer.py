@@ -65,8 +65,8 @@ def test_goldens_lie_outside_the_digest(tmp_path: Path) -> None:
 def test_split_weights(tmp_path: Path) -> None:
     path = tmp_path / "e.dsv4c"
     write_engine(path, parts(), blocks(), split_weights=True)
-    weights = tmp_path / "e.dsv4c.weights"
-    assert weights.read_bytes() == WEIGHTS
+    weights = read_engine(path).weights_path()
+    assert weights.read_bytes() == WEIGHTS and weights.name.startswith("e.dsv4c.")
     read_engine(path).verify_weights()
     weights.write_bytes(WEIGHTS[:-1])
     with pytest.raises(EngineFormatError, match="ends within the weights"):
@@ -76,8 +76,20 @@ def test_split_weights(tmp_path: Path) -> None:
         read_engine(path).verify_weights()
 
 
+def test_split_weights_are_named_by_their_contents(tmp_path: Path) -> None:
+    path = tmp_path / "e.dsv4c"
+    write_engine(path, parts(), blocks(), split_weights=True)
+    first = read_engine(path).weights_path()
+    # Another plan over the same weights keeps the file; other weights never take its name.
+    write_engine(path, parts(plan=b"q" * 5000), blocks(), split_weights=True)
+    assert read_engine(path).weights_path() == first
+    write_engine(tmp_path / "other", parts(weight_bytes=3), [b"abc"], split_weights=True)
+    write_engine(path, parts(weight_bytes=3), [b"abd"], split_weights=True)
+    assert len({read_engine(p).weights_path() for p in (path, tmp_path / "other")} | {first}) == 3
+
+
 def test_weights_name_that_does_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(EngineFormatError, match="more than 63 bytes"):
+    with pytest.raises(EngineFormatError, match="more than 63"):
         write_engine(tmp_path / ("e" * 60), parts(), blocks(), split_weights=True)
     assert list(tmp_path.iterdir()) == []
 

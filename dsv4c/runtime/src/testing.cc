@@ -2,8 +2,10 @@
 
 #include <exception>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "cpu/simd/simd.h"
 #include "kernel.h"
 #include "thread_pool.h"
 
@@ -48,6 +50,27 @@ int dsv4c_testing_run_kernel(const char* name, const dsv4c_testing_arg* args, ui
     error_text = "unknown exception";
   }
   return 2;
+}
+
+const char* dsv4c_testing_simd_name(uint32_t index) {
+  int count;
+  const dsv4c::cpu::SimdKernels* const* variants = dsv4c::cpu::simd_variants(&count);
+  return index < static_cast<uint32_t>(count) ? variants[index]->name : nullptr;
+}
+
+int dsv4c_testing_use_simd(const char* name) {
+  int count;
+  const dsv4c::cpu::SimdKernels* const* variants = dsv4c::cpu::simd_variants(&count);
+  if (name == nullptr) {
+    dsv4c::cpu::use_simd(nullptr);
+    return 0;
+  }
+  for (int i = 0; i < count; ++i) {
+    if (std::string_view(variants[i]->name) != name) continue;
+    dsv4c::cpu::use_simd(variants[i]);
+    return 0;
+  }
+  return 1;
 }
 
 const char* dsv4c_testing_error(void) { return error_text.c_str(); }

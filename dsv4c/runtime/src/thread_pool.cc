@@ -50,7 +50,7 @@ void ThreadPool::run(int64_t count, int64_t grain, Piece piece, void* context) {
     std::lock_guard lock(mutex_);
     loop_ = loop;
     next_.store(0, std::memory_order_relaxed);
-    active_ = static_cast<unsigned>(workers_.size());
+    open_ = true;
     ++generation_;
   }
   wake_.notify_all();
@@ -58,6 +58,8 @@ void ThreadPool::run(int64_t count, int64_t grain, Piece piece, void* context) {
   std::exception_ptr error;
   {
     std::unique_lock lock(mutex_);
+    // Nothing is left to take: a worker that is still waking up is not waited for.
+    open_ = false;
     finished_.wait(lock, [this] { return active_ == 0; });
     error = std::exchange(error_, nullptr);
   }
@@ -69,9 +71,10 @@ void ThreadPool::work() {
   uint64_t seen = 0;
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [&] { return stop_ || generation_ != seen; });
+    wake_.wait(lock, [&] { return stop_ || (open_ && generation_ != seen); });
     if (stop_) return;
     seen = generation_;
+    ++active_;
     const Loop loop = loop_;
     lock.unlock();
     take_pieces(loop);

@@ -53,7 +53,8 @@ class ThreadPool {
   // Guarded by mutex_.
   Loop loop_;
   uint64_t generation_ = 0;
-  unsigned active_ = 0;
+  bool open_ = false;    // the loop of this generation still takes workers
+  unsigned active_ = 0;  // workers inside it
   bool stop_ = false;
   std::exception_ptr error_;
   // First index nobody has taken yet.

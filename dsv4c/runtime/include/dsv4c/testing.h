@@ -33,6 +33,14 @@ typedef struct dsv4c_testing_arg {
 DSV4C_TESTING_API int dsv4c_testing_run_kernel(const char* name, const dsv4c_testing_arg* args, uint32_t count,
                                                uint32_t threads);
 
+/* The variants of the inner loops that this processor runs: the name of number `index`, best first; null behind the
+   last. */
+DSV4C_TESTING_API const char* dsv4c_testing_simd_name(uint32_t index);
+
+/* Makes every kernel of the process use the variant of that name; null for the best. Returns 0, or 1 if there is no
+   such variant. */
+DSV4C_TESTING_API int dsv4c_testing_use_simd(const char* name);
+
 /* Of the last failed call of this thread. */
 DSV4C_TESTING_API const char* dsv4c_testing_error(void);
 
