@@ -2,6 +2,7 @@
 #
 #   make demo        set up, build the bundled checkpoint's engine, stream text from it
 #   make test        every test that needs no GPU
+#   make test-sanitize   the runtime's tests on libraries that watch memory, arithmetic and data races
 #   make check       format, lint, types, and a C++ build with warnings as errors
 #
 # PYTHON names the interpreter to set up with, VENV the environment's folder.
@@ -17,7 +18,7 @@ CHECKPOINT := tests/data/tiny-v4-official
 ENGINE := artifacts/tiny-v4.cpu.dsv4c
 RUNTIME_SOURCES := $(shell find dsv4c/runtime -name '*.cc' -o -name '*.h' -o -name 'CMakeLists.txt')
 
-.PHONY: env runtime demo check test test-gpu golden bench clean
+.PHONY: env runtime demo check test test-gpu test-sanitize golden bench clean
 .DELETE_ON_ERROR:
 
 env: $(VENV)/.installed
@@ -49,6 +50,23 @@ test: env
 
 test-gpu: env
 	$(BIN)/python -m pytest -m 'gpu or sm90a or orin'
+
+# The sanitizers' own libraries must be loaded before Python. Python itself never frees all it has, so that leaks are
+# counted by a test instead; its memory errors say so (allocator_may_return_null) rather than end the process.
+PRELOAD = $(foreach library,$(1),$(shell $${CXX:-c++} -print-file-name=$(library)))
+
+test-sanitize: env
+	$(BIN)/cmake -S dsv4c/runtime -B build/asan -DDSV4C_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(BIN)/cmake --build build/asan --parallel $(JOBS)
+	LD_PRELOAD="$(call PRELOAD,libasan.so libubsan.so libstdc++.so)" DSV4C_LIBRARY=build/asan/libdsv4c.so \
+	  DSV4C_EXAMPLES=1000 ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  $(BIN)/python -m pytest tests/runtime tests/engine
+	$(BIN)/cmake -S dsv4c/runtime -B build/tsan -DDSV4C_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(BIN)/cmake --build build/tsan --parallel $(JOBS)
+	LD_PRELOAD="$(call PRELOAD,libtsan.so)" DSV4C_LIBRARY=build/tsan/libdsv4c.so \
+	  TSAN_OPTIONS=exitcode=66:suppressions=tests/runtime/tsan.supp \
+	  $(BIN)/python -m tests.runtime.stress_threads 20
 
 golden: env
 	$(BIN)/python -m pytest --update-golden --numprocesses $(JOBS)

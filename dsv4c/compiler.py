@@ -142,7 +142,9 @@ def _prepare_dump_dir(dump_dir: Path | None) -> None:
     try:
         dump_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot make the dump folder {dump_dir}: {error.strerror}") from None
+        raise InputError(
+            f"cannot make the dump folder {dump_dir}: {error.strerror}", hint="name a folder that can be written to"
+        ) from None
 
 
 def weight_blocks(

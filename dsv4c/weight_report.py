@@ -1,9 +1,10 @@
 """What the weights of an engine are: encoding and bytes of every class of tensor, error of what was quantised."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsv4c.checkpoint.formats import Encoding
@@ -44,13 +45,13 @@ class ErrorMeter:
     """Sums the squared errors of what a build quantises; a `Measure` of `WeightReader`."""
 
     def __init__(self) -> None:
-        self._error: Counter[_Key] = Counter()
-        self._power: Counter[_Key] = Counter()
+        self._error: defaultdict[_Key, float] = defaultdict(float)
+        self._power: defaultdict[_Key, float] = defaultdict(float)
 
     def __call__(self, name: str, what: Parameter, values: Tensor, made: Tensor) -> None:
         key = _key(name, what)
-        self._error[key] += float((made - values).double().square().sum())  # type: ignore[assignment]
-        self._power[key] += float(values.double().square().sum())  # type: ignore[assignment]
+        self._error[key] += _sum_of_squares(made - values)
+        self._power[key] += _sum_of_squares(values)
 
     def relative_error(self, key: _Key) -> float | None:
         if key not in self._error:
@@ -58,6 +59,10 @@ class ErrorMeter:
         ratio = (self._error[key] / self._power[key]) ** 0.5 if self._power[key] else 0.0
         # Further digits may depend on the order of the sum.
         return float(f"{ratio:.3g}")
+
+
+def _sum_of_squares(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 def weight_totals(plan: ExecutionPlan, errors: ErrorMeter) -> list[WeightTotal]:

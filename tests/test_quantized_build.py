@@ -13,7 +13,8 @@ from dsv4c.engine.format import SectionType
 from dsv4c.engine.reader import EngineReader, read_engine
 from dsv4c.engine.summary import engine_summary, summary_text
 from dsv4c.errors import CheckpointError
-from dsv4c.recipe import Recipe, WeightsRecipe, load_recipe, recipes_folder
+from dsv4c.recipe import Numerics, Recipe, WeightsRecipe, load_recipe, recipes_folder
+from dsv4c.verification import verify_engine
 from tests.fixtures import TINY_OFFICIAL, config_of, random_weights, write_checkpoint
 from tests.graph.small_models import CONFIGS
 
@@ -103,9 +104,11 @@ def test_classes() -> None:
 
 
 def test_two_builds_give_the_same_bytes(tmp_path: Path) -> None:
-    recipe = load_recipe(recipes_folder() / "cpu-int4.toml")
+    config = CONFIGS["one_even"]
+    checkpoint = write_checkpoint(tmp_path / "m", config, random_weights(config_of(config), seed=2))
+    weights = WeightsRecipe(experts="int4", dense="int8", dense_group=64, rounding="search")
     for name in ("a", "b"):
-        build(TINY_OFFICIAL, recipe, tmp_path / name)
+        build(checkpoint, replace(STORED, weights=weights), tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -118,3 +121,24 @@ def test_a_weight_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tensor `layers.0.ffn.experts.1.w2.weight`: .* NaN or infinity"):
         build_engine(checkpoint, recipe, tmp_path / "e", goldens=False, check_values=False)
     assert [path.name for path in tmp_path.iterdir()] == ["nan"]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        WeightsRecipe(experts="int4", dense="int8", dense_group=64, rounding="search"),
+        WeightsRecipe(experts="int8", dense="int4", experts_group=128, dense_group=32),
+        WeightsRecipe(experts="fp4", dense="fp8"),
+        WeightsRecipe(experts="fp8", dense="stored", rounding="search"),
+    ],
+    ids=lambda weights: f"{weights.experts}-{weights.dense}",
+)
+@pytest.mark.parametrize("numerics", ["exact", "reference"])
+def test_the_runtime_computes_what_the_oracle_does(tmp_path: Path, numerics: Numerics, weights: WeightsRecipe) -> None:
+    """Launch by launch, with the goldens that the build recorded."""
+    config = CONFIGS["one_even"]
+    checkpoint = write_checkpoint(tmp_path / "m", config, random_weights(config_of(config), seed=2))
+    recipe = replace(STORED.with_overrides(numerics=numerics), weights=weights)
+    build_engine(checkpoint, recipe, tmp_path / "e")
+    report = verify_engine(tmp_path / "e", replay=True)
+    assert report.ok, report.lines

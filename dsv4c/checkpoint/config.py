@@ -314,7 +314,9 @@ def read_config(folder: Path) -> ModelConfig:
     Raises CheckpointError when the folder or the file is missing, or the config is not one that dsv4c compiles.
     """
     if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist")
+        raise CheckpointError(
+            f"{folder} does not exist", hint="give the folder with config.json and the safetensors files"
+        )
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, expected a checkpoint folder", hint="name the folder that holds it")
     path = folder / "config.json"

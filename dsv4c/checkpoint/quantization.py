@@ -19,6 +19,8 @@ _EXPONENT_OFFSETS = (-1, 1)
 _INT8_STEPS = (129.0, 131.0, 134.0, 137.0, 140.0)
 _INT4_STEPS = (7.0, 7.25, 7.5, 7.75, 8.25, 8.5, 8.75, 9.0, 9.25, 9.5, 9.75, 10.0)
 _LARGEST_EXPONENT = 254  # 255 is NaN
+# Values that are worked on at a time: a few copies of them are needed, and a tensor may have a hundred million.
+_BAND_VALUES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,18 @@ def quantize(values: Tensor, how: Quantization) -> tuple[Tensor, Tensor]:
 
     Raises CheckpointError on NaN or infinity, and where a group does not divide I.
     """
+    codes, scales = zip(*(_quantize_band(band, how) for band in bands(values, how)), strict=True)
+    return torch.cat(codes), torch.cat(scales)
+
+
+def bands(values: Tensor, how: Quantization) -> list[Tensor]:
+    """Views of some rows each, in order; no block straddles two of them."""
+    block_rows = how.block[0]
+    rows = max(_BAND_VALUES // values.shape[1] // block_rows, 1) * block_rows
+    return [values[first : first + rows] for first in range(0, values.shape[0], rows)]
+
+
+def _quantize_band(values: Tensor, how: Quantization) -> tuple[Tensor, Tensor]:
     form = _format(how)
     candidates = form.candidates(values)
     best = next(candidates)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dsv4c.benchmark import measure_speed, profile_engine
-from dsv4c.cli.options import json_option, print_json, require_engine_file, require_exists
+from dsv4c.cli.options import available_threads, json_option, print_json, require_engine_file, require_exists
 from dsv4c.cli.progress import stderr_progress
 from dsv4c.cli.stdout import write_stdout
 from dsv4c.perplexity import measure_perplexity, read_texts, token_rows
@@ -51,7 +51,7 @@ def bench_command(
         raise click.UsageError("--rows needs --perplexity")
     if profile and slots > 1:
         raise click.UsageError("--profile has one slot")
-    with Engine.open(require_engine_file(engine), threads=threads) as opened:
+    with Engine.open(require_engine_file(engine), threads=available_threads(threads)) as opened:
         if documents is not None:
             _perplexity(opened, documents, rows, as_json)
         elif profile:

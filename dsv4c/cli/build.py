@@ -33,7 +33,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--split-weights",
     is_flag=True,
-    help="Put the weights into a file of their own, OUTPUT.weights. The two belong together: keep both names.",
+    help="Put the weights into a file of their own beside the engine; it must keep the name it gets.",
 )
 @click.option("--no-goldens", is_flag=True, help="Leave out the run that `verify --replay` repeats.")
 @click.option(

@@ -1,6 +1,7 @@
 """Options and argument checks that commands share."""
 
 import json
+import os
 from pathlib import Path
 
 import click
@@ -25,6 +26,20 @@ def require_exists(path: Path, expected: str) -> Path:
     if not path.exists():
         raise InputError(f"there is no {path}", hint=f"give the path of {expected}")
     return path
+
+
+def available_threads(threads: int | None) -> int | None:
+    """No more than processors: threads that wait for each other make every step slower."""
+    available = len(os.sched_getaffinity(0))
+    if threads is None or threads <= available:
+        return threads
+    print_note(f"{available} threads instead of {threads}: one for each processor that is available")
+    return available
+
+
+def print_note(text: str) -> None:
+    """What a person should know about a command that goes on."""
+    click.echo(f"note: {text}", err=True)
 
 
 def print_json(value: dict[str, object]) -> None:

@@ -1,6 +1,5 @@
 """`dsv4c run`."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from dsv4c.chat import encode_chat
-from dsv4c.cli.options import json_option, print_json, require_engine_file
+from dsv4c.cli.options import available_threads, json_option, print_json, print_note, require_engine_file
 from dsv4c.cli.stdout import write_stdout
 from dsv4c.errors import InputError
 from dsv4c.generation import GenerationLimits, IdOutput, TextOutput, generate, room_for
@@ -82,7 +81,7 @@ def run_command(
         _note_options_without_effect(click.get_current_context())
     text = _read_prompt(prompt, prompt_file)
     limits = GenerationLimits(max_tokens, context)
-    with Engine.open(require_engine_file(engine), threads=_available_threads(threads)) as opened:
+    with Engine.open(require_engine_file(engine), threads=available_threads(threads)) as opened:
         output: TextOutput | IdOutput
         if ids:
             prompt_ids, output = _parse_ids(text, opened.info.bos_token_id), IdOutput()
@@ -92,7 +91,7 @@ def run_command(
             output = TextOutput(tokenizer, stop)
         room = room_for(opened, prompt_ids, limits)
         if room.max_tokens < max_tokens:
-            _note(f"at most {room.max_tokens} tokens of answer: the context is {room.context} tokens")
+            print_note(f"at most {room.max_tokens} tokens of answer: the context is {room.context} tokens")
         result = generate(
             opened,
             prompt_ids,
@@ -111,10 +110,6 @@ def run_command(
     click.echo(result.to_text(), err=True)
 
 
-def _note(text: str) -> None:
-    click.echo(f"note: {text}", err=True)
-
-
 def _note_options_without_effect(context: click.Context) -> None:
     given = [
         option
@@ -122,16 +117,7 @@ def _note_options_without_effect(context: click.Context) -> None:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     ]
     if given:
-        _note(f"{', '.join(given)} without effect: at temperature 0 the likeliest token is taken")
-
-
-def _available_threads(threads: int | None) -> int | None:
-    """No more than processors: threads that wait for each other make every step slower."""
-    available = len(os.sched_getaffinity(0))
-    if threads is None or threads <= available:
-        return threads
-    _note(f"{available} threads instead of {threads}: one for each processor that is available")
-    return available
+        print_note(f"{', '.join(given)} without effect: at temperature 0 the likeliest token is taken")
 
 
 def _refuse_text_options_with_ids(ids: bool, chat: bool, stop: Sequence[str]) -> None:
@@ -173,7 +159,7 @@ def _encode(tokenizer: Tokenizer, text: str, chat: bool, system: str | None, bos
     if chat:
         prompt = encode_chat(tokenizer, text, system=system, bos_token_id=bos_token_id)
         if prompt.note is not None:
-            _note(prompt.note)
+            print_note(prompt.note)
         return prompt.token_ids
     token_ids = tokenizer.encode(text)
     # The model was trained on documents that begin with this token; a prompt may have it written out already.

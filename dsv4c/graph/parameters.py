@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4c.checkpoint.checkpoint import Checkpoint
 from dsv4c.checkpoint.formats import Encoding
-from dsv4c.checkpoint.quantization import Quantization, dequantize, quantize
+from dsv4c.checkpoint.quantization import Quantization, bands, dequantize, quantize
 from dsv4c.errors import CheckpointError
 from dsv4c.graph.annotations import Constant, Parameter
 
@@ -26,7 +26,7 @@ STORED_DTYPE = {
 INTEGERS = (Encoding.INT8_GROUP, Encoding.INT4_GROUP)
 PACKED = (Encoding.FP4_GROUP, Encoding.INT4_GROUP)
 
-# A source, its values and what was made of them: called once for every tensor that the build quantises.
+# A source, some rows of its values and what was made of them: called for every row of what the build quantises.
 Measure = Callable[[str, Parameter, Tensor, Tensor], None]
 
 
@@ -83,16 +83,18 @@ class WeightReader:
         return scale_rows(scales, info.shape[0], block[0], parameter.block[0])
 
     def _quantized(self, name: str, parameter: Parameter, how: Quantization) -> tuple[Tensor, Tensor]:
-        values = self._checkpoint.values(name)
+        made = []
         try:
-            codes, scales = quantize(values, how)
+            for values in bands(self._checkpoint.values(name), how):
+                made.append(quantize(values, how))
+                if self._measure is not None and parameter.part == "codes":
+                    self._measure(name, parameter, values, dequantize(*made[-1], how))
         except CheckpointError as error:
             stored = self._checkpoint.weights[name].stored
             raise CheckpointError(f"{stored.shard}: tensor `{stored.name}`: {error.message}", error.hint) from None
+        codes, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
         if parameter.part == "codes":
             self._scales[name, how] = scales
-            if self._measure is not None:
-                self._measure(name, parameter, values, dequantize(codes, scales, how))
         return codes, scales
 
     def load(self, parameter: Parameter) -> Tensor:

@@ -66,8 +66,8 @@ def measure(engine: Engine, context: int, batch: int) -> Row:
     percentiles = statistics.quantiles(seconds, n=100, method="inclusive")
     recipe = engine.manifest()["recipe"]
     return Row(
-        commit=_commit(),
-        device=_device(engine.info.threads),
+        commit=commit(),
+        device=device(engine.info.threads),
         recipe=f"{recipe['target']}/{recipe['numerics']}",
         context=context,
         batch=batch,
@@ -78,13 +78,13 @@ def measure(engine: Engine, context: int, batch: int) -> Row:
     )
 
 
-def _commit() -> str:
+def commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     return result.stdout.strip() or "unknown"
 
 
-def _device(threads: int) -> str:
+def device(threads: int) -> str:
     """The processor's name where Linux gives one, and how many of its cores the engine uses."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []

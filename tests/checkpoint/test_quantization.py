@@ -18,7 +18,7 @@ from dsv4c.checkpoint.formats import (
     quantize_fp4,
     quantize_fp8,
 )
-from dsv4c.checkpoint.quantization import Quantization, dequantize, quantize
+from dsv4c.checkpoint.quantization import Quantization, bands, dequantize, quantize
 from dsv4c.errors import CheckpointError
 
 FORMATS = [
@@ -120,6 +120,16 @@ def test_a_searched_fp8_scale_saturates() -> None:
     codes, scales = quantize(values, how)
     assert decode_e8m0(scales).item() == 1.0
     assert float(dequantize(codes, scales, how)[0, 0]) == 448.0
+
+
+@pytest.mark.parametrize(("encoding", "block"), FORMATS)
+def test_bands_change_nothing(encoding: Encoding, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    values, how = values_of(400, 192), Quantization(encoding, block, True)
+    whole = quantize(values, how)
+    monkeypatch.setattr("dsv4c.checkpoint.quantization._BAND_VALUES", 50 * 192)
+    assert len(bands(values, how)) > 2 and torch.equal(torch.cat(bands(values, how)), values)
+    for a, b in zip(whole, quantize(values, how), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("encoding", "block"), FORMATS)

@@ -91,7 +91,7 @@ def test_threads_do_not_change_the_answer(run_json: Any) -> None:
         (["a", "--context", "100000"], 12, "a context of 100000 tokens is asked"),
         (["word " * 50, "--context", "10"], 12, "leaves no room in a context of 10"),
         (["1 x", "--ids"], 12, "whole numbers"),
-        (["-- -1", "--ids"], 12, "whole numbers"),
+        (["1 -1", "--ids"], 12, "whole numbers"),
         (["0 4096", "--ids"], 12, "token 4096 of the prompt is outside the model's vocabulary"),
         (["--prompt-file", "absent.txt"], 12, "absent.txt"),
         (["a", "--stop", ""], 12, "stop string is empty"),

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def _library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/libdsv4c_kernels.so"
         core = [str(RUNTIME / "src" / name) for name in ("testing.cc", "thread_pool.cc")]
-        kernels = sorted(str(source) for source in (RUNTIME / "src" / "cpu").glob("*.cc"))
+        kernels = sorted(str(source) for source in (RUNTIME / "src" / "cpu").rglob("*.cc"))
         flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
         includes = [f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'src'}"]
         subprocess.run([compiler, *flags, *includes, *core, *kernels, "-o", path], check=True)
@@ -84,8 +84,25 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         ctypes.c_uint32,
         ctypes.c_uint32,
     ]
+    library.dsv4c_testing_simd_name.argtypes = [ctypes.c_uint32]
+    library.dsv4c_testing_simd_name.restype = ctypes.c_char_p
+    library.dsv4c_testing_use_simd.argtypes = [ctypes.c_char_p]
     library.dsv4c_testing_error.restype = ctypes.c_char_p
     return library
+
+
+def simd_variants() -> list[str]:
+    """Names of the variants of the inner loops that this processor runs, best first."""
+    names = []
+    while (name := _library().dsv4c_testing_simd_name(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def use_simd(name: str | None) -> None:
+    """Make every kernel of the process use that variant; None: the best."""
+    if _library().dsv4c_testing_use_simd(None if name is None else name.encode()):
+        raise RuntimeError(f"this processor has no variant {name!r}; it has {', '.join(simd_variants())}")
 
 
 def _operator(name: str) -> Any:
@@ -125,27 +142,48 @@ def _output_shapes(name: str, args: Sequence[Any]) -> list[tuple[torch.Size, tor
     return [(result.shape, result.dtype) for result in (results if isinstance(results, tuple) else (results,))]
 
 
-def run_kernel(name: str, *args: Any, threads: int = 2) -> tuple[Tensor, ...]:
-    """The outputs of kernel `name`; arguments that its operator mutates are written in place."""
+def _records(name: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
+    """The arguments of a launch."""
     arguments = _operator(name)._schema.arguments
     assert len(arguments) == len(args), f"{name} takes {len(arguments)} arguments"
     values = [
         float(value) if str(argument.type) == "float" else value
         for argument, value in zip(arguments, args, strict=True)
     ]
+    records = [_arg(value) for value in (*values, *outputs)]
+    return (_Arg * len(records))(*records)
+
+
+def _launch(name: str, records: Any, threads: int) -> None:
+    library = _library()
+    if library.dsv4c_testing_run_kernel(name.encode(), records, len(records), threads):
+        raise RuntimeError(f"{name}: {library.dsv4c_testing_error().decode()}")
+
+
+def run_kernel(name: str, *args: Any, threads: int = 2) -> tuple[Tensor, ...]:
+    """The outputs of kernel `name`; arguments that its operator mutates are written in place."""
     buffers, outputs = [], []
     for shape, dtype in _output_shapes(name, args):
         size = shape.numel() * dtype.itemsize
         buffers.append(torch.full((size + GUARD_BYTES,), POISON, dtype=torch.uint8))
         outputs.append(buffers[-1][:size].view(dtype).view(shape))
-    records = [_arg(value) for value in (*values, *outputs)]
-    library = _library()
-    status = library.dsv4c_testing_run_kernel(name.encode(), (_Arg * len(records))(*records), len(records), threads)
-    if status:
-        raise RuntimeError(f"{name}: {library.dsv4c_testing_error().decode()}")
+    _launch(name, _records(name, args, outputs), threads)
     for buffer in buffers:
         assert bool((buffer[-GUARD_BYTES:] == POISON).all()), f"{name} wrote behind an output"
     return tuple(outputs)
+
+
+def kernel_call(name: str, *args: Any, threads: int = 2) -> Callable[[], None]:
+    """Kernel `name` with everything but the launch itself done: for measuring."""
+    outputs = [torch.empty(shape, dtype=dtype) for shape, dtype in _output_shapes(name, args)]
+    records = _records(name, args, outputs)
+    kept = (args, outputs)  # the records only point at them
+
+    def call() -> None:
+        assert kept
+        _launch(name, records, threads)
+
+    return call
 
 
 def reference(name: str, *args: Any) -> tuple[Tensor, ...]:
@@ -180,13 +218,16 @@ def check_kernel(
     exact: bool = False,
     tolerance: float = 1e-5,
     rows: Sequence[int] = (),
+    expected: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """Compares a kernel without state with its reference body, bit for bit if `exact`; returns the kernel's outputs.
+
+    `expected` stands for the reference's results where it does not take the arguments.
 
     Also: 1, 2 and 3 threads give the same bits, and so does a step of one row, for the first, a middle and the last
     one. `rows` are the arguments with a row per row of the step.
     """
-    expected = reference(name, *args)
+    expected = reference(name, *args) if expected is None else expected
     actual = run_kernel(name, *args)
     for ours, theirs in zip(actual, expected, strict=True):
         if exact:

@@ -240,8 +240,9 @@ def test_moe_ffn(dtype: torch.dtype, storage: str, group: int) -> None:
         for crowd in ("some", "one", "all"):
             ids = expert_ids(tokens, k, experts, crowd)
             factors = torch.rand(tokens, k, generator=generator(3))
-            # A product on a rounding border (bfloat16 or e4m3) may flip, and one of them moves a sum by this much.
-            tolerance = 1e-5 if dtype is torch.float32 and not group else 2e-3
+            # A product on a rounding border may flip, and one of them moves a sum by this much; a step of e4m3 is
+            # sixteen of bfloat16.
+            tolerance = 5e-3 if group else 1e-5 if dtype is torch.float32 else 2e-3
             check_kernel("moe_ffn", x, ids, factors, *weights, 1.0, group, rows=(0, 1, 2), tolerance=tolerance)
 
 

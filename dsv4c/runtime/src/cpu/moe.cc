@@ -27,13 +27,13 @@ struct Hit {
   std::vector<int64_t> pairs;  // ascending
 };
 
-std::vector<Hit> hits_by_expert(const TensorView& ids, int64_t first, int64_t count) {
+std::vector<Hit> hits_by_expert(const TensorView& ids, int64_t experts, int64_t first, int64_t count) {
   const int64_t choices = ids.size[1];
-  int64_t experts = 0;
   const auto id = [&](int64_t pair) {
     return int64_t{int_values(ids)[row_offset(ids, first + pair / choices) + pair % choices]};
   };
-  for (int64_t pair = 0; pair < count * choices; ++pair) experts = std::max(experts, id(pair) + 1);
+  for (int64_t pair = 0; pair < count * choices; ++pair)
+    require(id(pair) >= 0 && id(pair) < experts, "moe_ffn is routed to an expert that it does not have");
   std::vector<int64_t> place(static_cast<size_t>(experts), -1);
   std::vector<Hit> hits;
   for (int64_t pair = 0; pair < count * choices; ++pair) {
@@ -84,7 +84,7 @@ void run_tile(const MoeArgs& moe, int64_t first, int64_t count, ThreadPool& pool
   const int64_t choices = moe.ids.size[1];
   const int64_t inner = moe.w13.size[1] / 2;
   const int64_t outputs = moe.w2.size[1];
-  const std::vector<Hit> hits = hits_by_expert(moe.ids, first, count);
+  const std::vector<Hit> hits = hits_by_expert(moe.ids, moe.w13.size[0], first, count);
   const int64_t hit_count = static_cast<int64_t>(hits.size());
 
   const int64_t x_stride = chunked_width(hidden);

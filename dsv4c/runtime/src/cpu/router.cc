@@ -1,8 +1,10 @@
+#include <cinttypes>
 #include <numeric>
 
 #include "cpu/kernels.h"
 #include "cpu/rows.h"
 #include "cpu/work_split.h"
+#include "error.h"
 
 namespace dsv4c::cpu {
 
@@ -78,6 +80,11 @@ void route_hash(const KernelArgs& args, ThreadPool& pool) {
       read_row(logits, row, scores.get());
       score(scores.get(), experts);
       const auto* chosen = static_cast<const int64_t*>(row_address(table, tokens[row]));
+      // Weights are read without having been compared with their digests.
+      for (int64_t i = 0; i < row_width(table); ++i)
+        if (chosen[i] < 0 || chosen[i] >= experts)
+          fail(DSV4C_FORMAT, "weights are damaged: the hash table gives token %d expert %" PRId64 " of %" PRId64,
+               tokens[row], chosen[i], experts);
       write_choice(chosen, row_width(table), scores.get(), scale, args.tensor(4), args.tensor(5), row);
     }
   });

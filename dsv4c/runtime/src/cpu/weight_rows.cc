@@ -64,29 +64,33 @@ WeightRows::WeightRows(const TensorView& weight, const TensorView* scales, int64
   if (encoding_ == Encoding::E4M3) block_rows_ = block_rows;
   block_columns_ = encoding_ == Encoding::E2M1 ? kFp4Group : block_columns;
   require(block_rows_ > 0 && block_columns_ > 0, "a weight with scales has empty blocks");
+  groups_ = divide_up(columns_, block_columns_);
   require(!is_packed(encoding_) || block_columns_ % kChunk == 0, "a packed weight has groups of no whole 32 columns");
   require(scales->ndim == weight.ndim && scales->size[weight.ndim - 2] >= divide_up(rows_, block_rows_) &&
-              scales->size[weight.ndim - 1] >= divide_up(columns_, block_columns_),
+              scales->size[weight.ndim - 1] >= groups_,
           "a weight has too few scales");
 }
 
-void WeightRows::expand_scales(int64_t scale_row, float* to) const {
-  const int64_t count = divide_up(columns_, block_columns_);
-  const char* from = scales_ + scale_row * scale_stride_ * dtype_size(scale_dtype_);
+void WeightRows::expand_scales(int64_t first, int64_t count, float* to) const {
+  if (scale_stride_ != groups_ && count > 1) {
+    for (int64_t r = 0; r < count; ++r) expand_scales(first + r, 1, to + r * groups_);
+    return;
+  }
+  const char* from = scales_ + first * scale_stride_ * dtype_size(scale_dtype_);
   if (scale_dtype_ == DType::F32) {
-    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+    std::memcpy(to, from, static_cast<size_t>(count * groups_) * sizeof(float));
   } else if (scale_dtype_ == DType::F16) {
-    simd().expand_f16(reinterpret_cast<const uint16_t*>(from), count, to);
+    simd().expand_f16(reinterpret_cast<const uint16_t*>(from), count * groups_, to);
   } else {
-    simd().expand_e8m0(reinterpret_cast<const uint8_t*>(from), count, to);
+    simd().expand_e8m0(reinterpret_cast<const uint8_t*>(from), count * groups_, to);
   }
 }
 
 // Of e4m3 and int8, which may have blocks of any size; packed codes and floats are never decoded here.
 void WeightRows::decode(int64_t row, float* to) const {
   const uint8_t* codes = data_ + row * row_bytes_;
-  std::vector<float> factors(static_cast<size_t>(divide_up(columns_, block_columns_)));
-  expand_scales(row / block_rows_, factors.data());
+  std::vector<float> factors(static_cast<size_t>(groups_));
+  expand_scales(row / block_rows_, 1, factors.data());
   for (int64_t i = 0; i < columns_; ++i) {
     const float value =
         encoding_ == Encoding::E4M3 ? kE4m3[codes[i]] : static_cast<float>(static_cast<int8_t>(codes[i]));
@@ -102,18 +106,24 @@ StoredRows RowReader::read(const WeightRows& weight, int64_t first, int64_t coun
   if (weight.scales_ == nullptr) return rows;
   bool fits = weight.block_columns_ % kChunk == 0;
   if (fits) {
-    const int64_t groups = divide_up(weight.columns_, weight.block_columns_);
-    const int64_t begin = first / weight.block_rows_;
-    const bool shared = (first + count - 1) / weight.block_rows_ == begin;
+    const int64_t groups = weight.groups_;
     scales_.resize(static_cast<size_t>(kBlockRows * groups));
-    for (int64_t r = 0; r < (shared ? 1 : count); ++r) {
-      weight.expand_scales((first + r) / weight.block_rows_, scales_.data() + r * groups);
+    // Rows of one block share their scales.
+    int64_t distinct = count;
+    if (weight.block_rows_ == 1) {
+      weight.expand_scales(first, count, scales_.data());
+    } else {
+      const int64_t block = first / weight.block_rows_;
+      if ((first + count - 1) / weight.block_rows_ == block) distinct = 1;
+      for (int64_t r = 0; r < distinct; ++r) {
+        weight.expand_scales((first + r) / weight.block_rows_, 1, scales_.data() + r * groups);
+      }
     }
     rows.scales = scales_.data();
-    rows.scale_stride = shared ? 0 : groups;
+    rows.scale_stride = distinct == 1 ? 0 : groups;
     rows.group = weight.block_columns_;
     if (weight.encoding_ == Encoding::E4M3) {
-      const auto end = scales_.begin() + (shared ? 1 : count) * groups;
+      const auto end = scales_.begin() + distinct * groups;
       fits = std::none_of(scales_.begin(), end, [](float scale) { return scale > kMaxE4m3Scale; });
     }
   }

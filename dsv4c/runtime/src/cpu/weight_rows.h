@@ -25,8 +25,8 @@ class WeightRows {
   friend class RowReader;
 
   void decode(int64_t row, float* to) const;
-  // The scales of a row of scales, as float32.
-  void expand_scales(int64_t scale_row, float* to) const;
+  // The scales of `count` rows of scales, as float32 [count, groups].
+  void expand_scales(int64_t first, int64_t count, float* to) const;
 
   const uint8_t* data_;
   DType dtype_;
@@ -39,6 +39,7 @@ class WeightRows {
   int64_t scale_stride_ = 0;
   int64_t block_rows_ = 1;
   int64_t block_columns_ = 1;
+  int64_t groups_ = 0;  // scales of a row
 };
 
 // Hands rows to the inner loops: in their stored width with float32 scales, or decoded where the blocks of scales do

@@ -24,6 +24,7 @@ struct Avx2 {
   using F = __m256;
   static constexpr int kLanes = 8;
   static constexpr int kTileTokens = 2;
+  static constexpr int kDirectSums = 8;
 
   static DSV4C_INLINE F zero() { return _mm256_setzero_ps(); }
   static DSV4C_INLINE F broadcast(float x) { return _mm256_set1_ps(x); }

@@ -32,6 +32,7 @@ struct Avx512 {
   using F = __m512;
   static constexpr int kLanes = 16;
   static constexpr int kTileTokens = 4;
+  static constexpr int kDirectSums = 16;
 
   static DSV4C_INLINE F zero() { return _mm512_setzero_ps(); }
   static DSV4C_INLINE F broadcast(float x) { return _mm512_set1_ps(x); }

@@ -1,8 +1,8 @@
 // The loops of every variant, over the vector type V of the file that includes this. Everything is in an unnamed
 // namespace: a function compiled for one instruction set must not be merged with that of another.
 //
-// V has kLanes, kTileTokens (rows of x that a tile of weights meets at a time), F (a register) and the operations used
-// below; V::decode<E>(codes, factor, to) writes the kChunk / kLanes registers of a chunk, multiplied by the scale that
+// V has kLanes, kTileTokens (rows of x that a tile of weights meets at a time), kDirectSums (registers for sums where
+// weights are decoded beside them), F (a register) and the operations used below; V::decode<E>(codes, factor, to) writes the kChunk / kLanes registers of a chunk, multiplied by the scale that
 // V::factor<E>(scale) was made of.
 
 #include <cstdint>
@@ -38,13 +38,15 @@ struct Loops {
   template <Encoding E, int R, int T>
   static DSV4C_INLINE void accumulate(const StoredRows& w, int64_t first, int64_t count, const float* const* x,
                                       F (&sums)[R][T]) {
-    const int64_t group = w.scales == nullptr ? first + count : w.group / kChunk;
     int64_t chunk = first;
-    while (chunk < first + count) {
-      const int64_t end = smaller(first + count, (chunk / group + 1) * group);
+    int64_t group = 0;
+    const int64_t group_chunks = w.scales == nullptr ? first + count : w.group / kChunk;
+    if (chunk > 0) group = chunk / group_chunks;
+    for (; chunk < first + count; ++group) {
+      const int64_t end = smaller(first + count, (group + 1) * group_chunks);
       F factors[R];
       for (int r = 0; r < R; ++r) {
-        factors[r] = V::template factor<E>(w.scales == nullptr ? 1.0f : w.scales[r * w.scale_stride + chunk / group]);
+        factors[r] = V::template factor<E>(w.scales == nullptr ? 1.0f : w.scales[r * w.scale_stride + group]);
       }
       for (; chunk < end; ++chunk) {
         for (int r = 0; r < R; ++r) {
@@ -144,11 +146,9 @@ struct Loops {
       make_tail<E>(w, rows, columns, &tail);
       ends = &tail.rows;
     }
+    constexpr int kRows = V::kDirectSums / T >= 8 ? 8 : V::kDirectSums / T >= 4 ? 4 : 2;
     int64_t row = 0;
-    if constexpr (T == 1) {
-      for (; row + 8 <= rows; row += 8) project_from<E, 8, T>(w, ends, row, columns, x, out, out_stride);
-    }
-    for (; row + 4 <= rows; row += 4) project_from<E, 4, T>(w, ends, row, columns, x, out, out_stride);
+    for (; row + kRows <= rows; row += kRows) project_from<E, kRows, T>(w, ends, row, columns, x, out, out_stride);
     for (; row < rows; ++row) project_from<E, 1, T>(w, ends, row, columns, x, out, out_stride);
   }
 
@@ -213,15 +213,19 @@ struct Loops {
   // Chunks first..first+count of the rows into the tile.
   template <Encoding E>
   static void decode_tile(const StoredRows& w, int64_t rows, int64_t first, int64_t count, Tile* tile) {
-    const int64_t group = w.scales == nullptr ? first + count : w.group / kChunk;
+    const int64_t group_chunks = w.scales == nullptr ? first + count : w.group / kChunk;
+    const int64_t first_group = first / group_chunks;
     for (int64_t r = 0; r < rows; ++r) {
       const uint8_t* codes = w.codes + r * w.row_bytes;
-      for (int64_t chunk = first; chunk < first + count; ++chunk) {
-        const float scale = w.scales == nullptr ? 1.0f : w.scales[r * w.scale_stride + chunk / group];
-        F values[kVectors];
-        V::template decode<E>(codes + chunk * chunk_bytes(E), V::template factor<E>(scale), values);
-        for (int v = 0; v < kVectors; ++v) {
-          V::store(tile->weights[r] + (chunk - first) * kChunk + v * kLanes, values[v]);
+      float* to = tile->weights[r];
+      int64_t chunk = first;
+      for (int64_t group = first_group; chunk < first + count; ++group) {
+        const int64_t end = smaller(first + count, (group + 1) * group_chunks);
+        const F factor = V::template factor<E>(w.scales == nullptr ? 1.0f : w.scales[r * w.scale_stride + group]);
+        for (; chunk < end; ++chunk) {
+          F values[kVectors];
+          V::template decode<E>(codes + chunk * chunk_bytes(E), factor, values);
+          for (int v = 0; v < kVectors; ++v) V::store(to + (chunk - first) * kChunk + v * kLanes, values[v]);
         }
       }
     }
@@ -272,6 +276,8 @@ struct Loops {
                               int64_t tokens, float* out, int64_t out_stride) {
     if (tokens == 1) return project_directly<E, 1>(w, rows, columns, x, out, out_stride);
     if (tokens == 2) return project_directly<E, 2>(w, rows, columns, x, out, out_stride);
+    if (tokens == 3) return project_directly<E, 3>(w, rows, columns, x, out, out_stride);
+    if (tokens == 4) return project_directly<E, 4>(w, rows, columns, x, out, out_stride);
     for (int64_t token = 0; token < tokens; token += kTokenBlock) {
       project_tiles<E>(w, rows, columns, x + token, smaller(kTokenBlock, tokens - token), out + token * out_stride,
                        out_stride);

@@ -18,6 +18,7 @@ struct Neon {
   using F = float32x4_t;
   static constexpr int kLanes = 4;
   static constexpr int kTileTokens = 4;
+  static constexpr int kDirectSums = 16;
 
   static DSV4C_INLINE F zero() { return vdupq_n_f32(0); }
   static DSV4C_INLINE F broadcast(float x) { return vdupq_n_f32(x); }

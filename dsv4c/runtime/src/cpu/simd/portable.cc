@@ -12,6 +12,7 @@ struct Portable {
   typedef float F __attribute__((vector_size(16)));
   static constexpr int kLanes = 4;
   static constexpr int kTileTokens = 2;
+  static constexpr int kDirectSums = 8;
 
   static DSV4C_INLINE F zero() { return F{}; }
   static DSV4C_INLINE F broadcast(float x) { return F{x, x, x, x}; }
