@@ -59,7 +59,7 @@ test-sanitize: env
 	$(BIN)/cmake -S dsv4c/runtime -B build/asan -DDSV4C_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	$(BIN)/cmake --build build/asan --parallel $(JOBS)
 	LD_PRELOAD="$(call PRELOAD,libasan.so libubsan.so libstdc++.so)" DSV4C_LIBRARY=build/asan/libdsv4c.so \
-	  DSV4C_EXAMPLES=1000 ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  DSV4C_EXAMPLES=300 ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(BIN)/python -m pytest tests/runtime tests/engine
 	$(BIN)/cmake -S dsv4c/runtime -B build/tsan -DDSV4C_SANITIZE=thread -DCMAKE_BUILD_TYPE=RelWithDebInfo

@@ -91,3 +91,10 @@ class InputError(Dsv4cError):
 
     exit_code = 12
     stage = "input"
+
+
+class DoctorError(Dsv4cError):
+    """`dsv4c doctor` found that this machine cannot do what was asked."""
+
+    exit_code = 13
+    stage = "doctor"

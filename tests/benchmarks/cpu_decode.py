@@ -50,8 +50,8 @@ from tests.runtime.test_simd_kernels import random_weight
 
 GREEDY = Sampling()
 PROMPT = 256
-DECODE_STEPS = 48
-ROUNDS = 5
+DECODE_STEPS = 16
+ROUNDS = 3
 FORMATS = {
     "bf16": WeightsRecipe(),
     "int8": WeightsRecipe(experts="int8", dense="int8", experts_group=128),

@@ -160,6 +160,22 @@ def test_one_flipped_byte_in_the_padding(refused: Callable[..., EngineFormatErro
     refused(flip(DATA, SECTION_ALIGN - 1), "padding before section MANIFEST is not zero")
 
 
+def test_sizes_that_would_take_hours(tmp_path: Path) -> None:
+    """A file of holes: neither its padding nor its sections are read through."""
+    path = tmp_path / "sparse.dsv4c"
+    size = 1 << 40
+    for changes, match in (
+        ({}, "bytes after section WEIGHTS belong to no section"),
+        ({"WEIGHTS": {"offset": 1 << 39}}, "section WEIGHTS does not follow CHUNKS"),
+        ({"WEIGHTS": {"offset": 1 << 39}, "CHUNKS": {"size": 1 << 38}}, "section CHUNKS is 274877906944 bytes, more"),
+    ):
+        data = replace(Header.unpack(DATA), file_size=size).pack() + DATA[Header.LAYOUT.size :]
+        path.write_bytes(with_sections(data, **changes))
+        os.truncate(path, size)
+        with pytest.raises(EngineFormatError, match=match):
+            Engine.open(path)
+
+
 PLAN_AT = sections(DATA)["PLAN"].offset
 
 

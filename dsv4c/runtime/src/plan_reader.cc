@@ -5,6 +5,7 @@
 
 #include "error.h"
 #include "kernel.h"
+#include "launch_check.h"
 #include "tensor_check.h"
 
 namespace dsv4c {
@@ -126,6 +127,7 @@ void check_launch(const Plan& plan, size_t index, const Bucket& bucket) {
     check_extent(plan, tensor_index, bucket);
     check_flags(plan, index, tensor);
   }
+  check_arguments(plan, index);
 }
 
 void check_entry_points(Plan& plan) {

@@ -1,0 +1,327 @@
+"""The plan of a whole model from one layer of each kind.
+
+Building the graph of 61 layers takes a minute; most layers are alike. The model that is really built, passed and lowered
+here has one layer for each combination of kind, ratio, routing and storage, and what comes out is counted as often as
+the layer occurs. The first layer stands for itself: its streams are a broadcast of the embedding, which moves fewer
+bytes. A test compares the result with that of the whole model.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dsv4c.checkpoint.checkpoint import WeightInfo
+from dsv4c.checkpoint.config import ModelConfig
+from dsv4c.checkpoint.formats import Encoding
+from dsv4c.checkpoint.tensor_classes import EXPERT, TensorClass, tensor_class
+from dsv4c.engine import format
+from dsv4c.graph.annotations import Constant, Parameter, StateLayout
+from dsv4c.graph.builder import build_graph
+from dsv4c.graph.parameters import PACKED
+from dsv4c.passes.pass_manager import PassContext, run_passes
+from dsv4c.passes.pipeline import build_pipeline
+from dsv4c.plan.execution_plan import BucketPlan, ExecutionPlan, Extent, Launch, TensorRef
+from dsv4c.plan.lowering import lower_graph
+from dsv4c.plan.weight_layout import ALIGNMENT, EXPERT_ALIGNMENT
+from dsv4c.recipe import Recipe
+from dsv4c.step_abi import Dim, Space, StateKind
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_EXPERT_NUMBER = re.compile(r"experts\.\d+\.")
+_SYMBOLS = {Dim.TOKENS: "T", Dim.LOGITS: "R", Dim.SLOTS: "S", Dim.BLOCKS: "B", Dim.TABLE: "M"}
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def group_layers(config: ModelConfig, weights: Mapping[str, WeightInfo]) -> list[list[int]]:
+    """The layers that are alike, in the order in which each kind occurs first."""
+    stored: list[set[object]] = [set() for _ in config.layers]
+    for name, info in weights.items():
+        if match := _LAYER.fullmatch(name):
+            leaf = _EXPERT_NUMBER.sub("experts.", match[2])
+            scale_dtype = info.scales.dtype if info.scales else None
+            stored[int(match[1])].add((leaf, info.encoding, info.block, scale_dtype))
+    groups: dict[object, list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        groups.setdefault((index == 0, layer, frozenset(stored[index])), []).append(index)
+    return list(groups.values())
+
+
+@dataclass(frozen=True)
+class BucketTotal:
+    """One bucket of the whole model; bytes and FLOPs as in the engine's manifest (dsv4c/plan/cost.py)."""
+
+    kind: str
+    tokens: int
+    launches: int
+    arena_bytes: int
+    bytes_moved: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class ClassTotal:
+    """Weights of one class and encoding as they lie in the engine; scales count as bytes, not as tensors."""
+
+    kind: TensorClass | None  # None: constants such as rotary frequencies
+    encoding: Encoding
+    tensors: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """An operator on one shape: `weights` names what it reads by leaf, `shape` is logical ([out, in], experts first)."""
+
+    kernel: str
+    count: int  # launches a step
+    weights: str
+    shape: str
+    format: str
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """`reduced` is the plan with one layer a kind; layer i of it occurs `counts[i]` times, as `groups[i]` lists."""
+
+    config: ModelConfig
+    recipe: Recipe
+    reduced: ExecutionPlan
+    groups: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(map(len, self.groups))
+
+    def count(self, layer: int | None) -> int:
+        """How often a launch, plane or extent of this reduced layer occurs in the model."""
+        return 1 if layer is None else self.counts[layer]
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Size of the WEIGHTS section, to the byte."""
+        return layout_bytes(self.reduced.weights.extents, self.groups)
+
+    def class_totals(self) -> list[ClassTotal]:
+        tensors: Counter[tuple[TensorClass | None, Encoding]] = Counter()
+        sizes: Counter[tuple[TensorClass | None, Encoding]] = Counter()
+        for extent in self.reduced.weights.extents:
+            constant = isinstance(extent.what, Constant)
+            key = (None, Encoding.F32) if constant else (tensor_class(extent.source), _encoding(extent))
+            times = self.count(extent_layer(extent))
+            sizes[key] += times * extent.size_bytes
+            tensors[key] += times * (isinstance(extent.what, Constant) or extent.what.part != "scales")
+        order = {kind: index for index, kind in enumerate([*TensorClass, None])}
+        return [
+            ClassTotal(kind, encoding, tensors[kind, encoding], sizes[kind, encoding])
+            for kind, encoding in sorted(sizes, key=lambda key: (order[key[0]], key[1].value))
+        ]
+
+    @property
+    def state(self) -> StateLayout:
+        return self.reduced.state
+
+    def state_bytes(self, slots: int, context: int) -> int:
+        """What a session allocates: every plane begins on a 64-byte boundary."""
+        blocks = slots * -(-context // self.reduced.block_tokens)
+        return sum(
+            self.count(plane.layer) * _align(plane.unit_bytes * (slots if plane.kind is StateKind.SLOT else blocks), 64)
+            for plane in self.state.planes
+        )
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """State of a slot whatever its length: windows and open groups, with rows for rollback."""
+        return self._units(StateKind.SLOT)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """State of a block of `block_tokens` positions."""
+        return self._units(StateKind.BLOCK)
+
+    @cached_property
+    def rollback_bytes(self) -> int:
+        """The part of `slot_bytes` that only serves `truncate`: every such plane has that many rows more."""
+        rows = self.reduced.rollback_rows
+        planes = [plane for plane in self.state.planes if plane.kind is StateKind.SLOT]
+        return sum(self.count(plane.layer) * rows * plane.row_bytes for plane in planes)
+
+    def _units(self, kind: StateKind) -> int:
+        return sum(self.count(plane.layer) * plane.unit_bytes for plane in self.state.planes if plane.kind is kind)
+
+    @cached_property
+    def buckets(self) -> list[BucketTotal]:
+        return [self._bucket(bucket) for bucket in self.reduced.buckets]
+
+    def _bucket(self, bucket: BucketPlan) -> BucketTotal:
+        return BucketTotal(
+            kind=bucket.kind.name.lower(),
+            tokens=bucket.tokens,
+            launches=sum(self.count(launch.layer) for launch in bucket.launches),
+            arena_bytes=bucket.arena_bytes,
+            bytes_moved=sum(self.count(launch.layer) * launch.bytes_moved for launch in bucket.launches),
+            flops=sum(self.count(launch.layer) * launch.flops for launch in bucket.launches),
+        )
+
+    @cached_property
+    def arena_bytes(self) -> int:
+        """The arena of the largest bucket, which is what a session allocates."""
+        return max(bucket.arena_bytes for bucket in self.buckets)
+
+    @cached_property
+    def plan_section_bytes(self) -> int:
+        """About the size of the PLAN section: records are counted, names and shared tensors are estimated."""
+        launches = sum(bucket.launches for bucket in self.buckets)
+        reduced = [launch for bucket in self.reduced.buckets for launch in bucket.launches]
+        args = sum(self.count(launch.layer) * (len(launch.args) + len(launch.outputs)) for launch in reduced)
+        # Weights and state are a layer's own; the tensors of the arena mostly lie where those of its like do.
+        tensors: dict[TensorRef, int] = {}
+        for launch in reduced:
+            for ref in (*launch.args, *launch.outputs):
+                if isinstance(ref, TensorRef):
+                    own = ref.space in (Space.WEIGHT, Space.STATE)
+                    tensors[ref] = self.count(launch.layer) if own else 1
+        names = {launch.name: self.count(launch.layer) * (len(launch.name) + 1) for launch in reduced}
+        planes = sum(self.count(plane.layer) for plane in self.state.planes)
+        return (
+            format.PlanHeader.LAYOUT.size
+            + format.Bucket.LAYOUT.size * len(self.buckets)
+            + format.Launch.LAYOUT.size * launches
+            + format.Arg.LAYOUT.size * args
+            + format.Tensor.LAYOUT.size * sum(tensors.values())
+            + format.State.LAYOUT.size * planes
+            + format.Kernel.LAYOUT.size * len(self.reduced.kernels)
+            + sum(names.values())
+        )
+
+    @cached_property
+    def extents_by_offset(self) -> dict[int, Extent]:
+        return {extent.offset: extent for extent in self.reduced.weights.extents}
+
+    def kernel_uses(self) -> list[KernelUse]:
+        """Which operator runs on which shape in a step of the first bucket."""
+        uses: Counter[tuple[str, str, str, str]] = Counter()
+        for launch in self.reduced.buckets[0].launches:
+            uses[launch.kernel, *self._weights_of(launch)] += self.count(launch.layer)
+        return [KernelUse(key[0], count, *key[1:]) for key, count in sorted(uses.items())]
+
+    def _weights_of(self, launch: Launch) -> tuple[str, str, str]:
+        """(leaf names, shape, format) of the largest weight a launch reads, or the shape of its result."""
+        weights = [arg for arg in launch.args if isinstance(arg, TensorRef) and arg.space is Space.WEIGHT]
+        codes = [ref for ref in weights if _is_matrix(self.extents_by_offset[ref.offset])]
+        if not codes:
+            shown = next((ref for ref in (*launch.outputs, *launch.args) if isinstance(ref, TensorRef)), None)
+            return "", _shape(shown, 1), shown.dtype.name.lower() if shown else ""
+        ref = max(codes, key=lambda ref: math.prod(ref.sizes))
+        what = self.extents_by_offset[ref.offset].what
+        assert isinstance(what, Parameter)
+        read = [self.extents_by_offset[code.offset].what for code in codes]
+        names = [_leaf(source) for each in read if isinstance(each, Parameter) for source in each.sources]
+        return ", ".join(names), _shape(ref, 2 if what.stored_as in PACKED else 1), what.stored_as.value
+
+
+def _shape(ref: TensorRef | None, packed: int) -> str:
+    if ref is None:
+        return ""
+    sizes = [_SYMBOLS.get(dim, str(size)) for dim, size in zip(ref.dims, ref.sizes, strict=True)]
+    if packed > 1:
+        sizes[-1] = str(ref.sizes[-1] * packed)
+    return f"[{', '.join(sizes)}]"
+
+
+def _leaf(source: str) -> str:
+    """`layers.3.attn.wq_a.weight` -> `attn.wq_a`."""
+    match = _LAYER.fullmatch(source)
+    return (match[2] if match else source).removesuffix(".weight").replace(".{expert}", "")
+
+
+def _is_matrix(extent: Extent) -> bool:
+    return isinstance(extent.what, Parameter) and extent.what.part != "scales"
+
+
+def _encoding(extent: Extent) -> Encoding:
+    assert isinstance(extent.what, Parameter)
+    return extent.what.stored_as
+
+
+def extent_layer(extent: Extent) -> int | None:
+    """The layer of a weight; None outside the layers."""
+    match = _LAYER.fullmatch(extent.source)
+    return int(match[1]) if match else None
+
+
+def layout_bytes(extents: Sequence[Extent], groups: Sequence[Sequence[int]]) -> int:
+    """Size of the WEIGHTS section when the layers of a reduced model are laid out as often as they occur.
+
+    The same rules as `plan/weight_layout.py`: weights on 64 bytes, experts on pages. A constant lies with the first layer
+    that uses it and nowhere else.
+    """
+    head: list[Extent] = []
+    by_layer: list[list[Extent]] = [[] for _ in groups]
+    tail: list[Extent] = []
+    current: int | None = None
+    for extent in extents:
+        layer = extent_layer(extent)
+        if layer is None and isinstance(extent.what, Constant):
+            layer = current if current is not None else None
+        if layer is not None:
+            current = layer
+            by_layer[layer].append(extent)
+        else:
+            (head if current is None else tail).append(extent)
+    order = {layer: number for number, layers in enumerate(groups) for layer in layers}
+    offset = _laid_out(0, head, True)
+    seen: set[int] = set()
+    for layer in sorted(order):
+        number = order[layer]
+        offset = _laid_out(offset, by_layer[number], number not in seen)
+        seen.add(number)
+    return _align(_laid_out(offset, tail, True), EXPERT_ALIGNMENT)
+
+
+def _laid_out(offset: int, extents: Sequence[Extent], constants: bool) -> int:
+    """The end of these extents laid out from `offset` on."""
+    before: Extent | None = None
+    for extent in extents:
+        if isinstance(extent.what, Constant) and not constants:
+            before = None
+            continue
+        follows = before is not None and before.offset + before.size_bytes == extent.offset
+        if EXPERT.fullmatch(extent.source) and not (before and EXPERT.fullmatch(before.source)):
+            offset = _align(offset, EXPERT_ALIGNMENT)
+        elif before is not None and EXPERT.fullmatch(before.source) and not EXPERT.fullmatch(extent.source):
+            offset = _align(offset, EXPERT_ALIGNMENT)
+        elif before is not None and not follows:
+            # Inside a stack the gap is to the next matrix or to the page of the next expert.
+            offset += extent.offset - (before.offset + before.size_bytes) if EXPERT.fullmatch(extent.source) else 0
+            offset = _align(offset, ALIGNMENT)
+        elif before is None:
+            offset = _align(offset, ALIGNMENT)
+        offset += extent.size_bytes
+        before = extent
+    if before is not None and EXPERT.fullmatch(before.source):
+        offset = _align(offset, EXPERT_ALIGNMENT)
+    return offset
+
+
+def plan_model(config: ModelConfig, weights: Mapping[str, WeightInfo], recipe: Recipe) -> ModelPlan:
+    """The plan of a model by the same graph, passes and lowering as a build. Raises what they raise."""
+    groups = group_layers(config, weights)
+    reduced = replace(config, num_hidden_layers=len(groups), layers=tuple(config.layers[group[0]] for group in groups))
+    numbers = {group[0]: number for number, group in enumerate(groups)}
+    kept: dict[str, WeightInfo] = {}
+    for name, info in weights.items():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            kept[name] = info
+        elif int(match[1]) in numbers:
+            kept[f"layers.{numbers[int(match[1])]}.{match[2]}"] = info
+    graph = build_graph(reduced, kept, recipe.numerics, recipe.rollback_rows)
+    graph = run_passes(graph, build_pipeline(), PassContext(recipe.target, recipe))
+    plan = lower_graph(graph, recipe.decode_buckets, recipe.mixed_buckets, recipe.rollback_rows)
+    return ModelPlan(config, recipe, plan, tuple(map(tuple, groups)))
