@@ -24,6 +24,8 @@ from dsv4c.plan.execution_plan import ExecutionPlan
 from dsv4c.plan.lowering import lower_graph
 from dsv4c.plan.printer import format_plan
 from dsv4c.plan.reference_run import extent_bytes
+from dsv4c.planning_capacity import Fit, build_fit, check_memory, require_fit
+from dsv4c.planning_targets import find_plan_target
 from dsv4c.recipe import Recipe
 from dsv4c.text import TOKENIZER_FILE
 from dsv4c.version import VERSION
@@ -48,6 +50,8 @@ class BuildReport:
     arena_unshared_bytes: int
     state_bytes_per_slot: int
     state_bytes_per_token: float
+    memory_bytes: int
+    memory_needed_bytes: int  # to serve one sequence of the default context (dsv4c/planning_capacity.py)
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,8 +67,14 @@ class BuildReport:
             f"arena     {self.arena_bytes / 1e6:.2f} MB in the largest bucket, {saved:.0%} saved by reuse",
             f"state     {self.state_bytes_per_slot / 1e6:.2f} MB a slot, "
             f"{self.state_bytes_per_token:.0f} bytes a token",
+            f"memory    {self._memory_text()}",
         ]
         return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
+
+    def _memory_text(self) -> str:
+        needed, memory = self.memory_needed_bytes, self.memory_bytes
+        margin = f"margin {(memory - needed) / 1e9:.2f} GB" if needed <= memory else "more than there is (--force)"
+        return f"{needed / 1e9:.2f} GB for one sequence, {needed / memory:.0%} of {memory / 1e9:.2f} GB, {margin}"
 
 
 def build_engine(
@@ -76,20 +86,29 @@ def build_engine(
     split_weights: bool = False,
     goldens: bool = True,
     check_values: bool = True,
+    memory_gb: float | None = None,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Compile a checkpoint into the engine file `output`.
 
     Raises the Dsv4cError of the stage that cannot go on; then no file is left. `progress(what, done, total)` is called
-    from the slow stages.
+    from the slow stages. A model that does not fit the target's memory (`memory_gb`: decimal, instead of the target's)
+    is refused before any work, unless `force`, which the manifest records.
     """
     checkpoint = open_checkpoint(checkpoint_path)
     output = _checked_output(output, checkpoint)
+    target = find_plan_target(recipe.target.name, memory_gb)
+    if not force:
+        check_memory(checkpoint, recipe, target)
     graph = build_graph(checkpoint.config, checkpoint.weights, recipe.numerics, recipe.rollback_rows)
     _prepare_dump_dir(dump_dir)
     graph = run_passes(graph, build_pipeline(), PassContext(recipe.target, recipe, dump_dir))
     plan = lower_graph(graph, recipe.decode_buckets, recipe.mixed_buckets, recipe.rollback_rows)
     require_kernels(plan, recipe.target)
+    fit = build_fit(plan, target)
+    if not force:
+        require_fit(fit, target, str(checkpoint_path))
     if dump_dir is not None:
         (dump_dir / "plan.txt").write_text(format_plan(plan))
     check_space(output, plan.weights.size_bytes)
@@ -103,7 +122,7 @@ def build_engine(
         recorded = record_goldens(plan, checkpoint, recipe.numerics, count, _stage(progress, "recording goldens"))
     parts = EngineParts(
         arch=recipe.target.arch,
-        manifest=_manifest(checkpoint, scan.digest, recipe, plan),
+        manifest={**_manifest(checkpoint, scan.digest, recipe, plan), "forced": force},
         plan=encode_plan(plan),
         tokenizer_files=checkpoint.tokenizer_texts(),
         goldens=recorded.to_dict() if isinstance(recorded, Goldens) else None,
@@ -116,7 +135,7 @@ def build_engine(
         return {"weights": [total.to_dict() for total in weight_totals(plan, errors)]}
 
     write_engine(output, parts, blocks, split_weights=split_weights, measured=measured)
-    return _report(output, plan, weight_totals(plan, errors), warnings)
+    return _report(output, plan, weight_totals(plan, errors), fit, warnings)
 
 
 def _stage(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
@@ -225,7 +244,9 @@ def _manifest(checkpoint: Checkpoint, digest: str, recipe: Recipe, plan: Executi
     }
 
 
-def _report(output: Path, plan: ExecutionPlan, weights: list[WeightTotal], warnings: list[str]) -> BuildReport:
+def _report(
+    output: Path, plan: ExecutionPlan, weights: list[WeightTotal], fit: Fit, warnings: list[str]
+) -> BuildReport:
     reader = read_engine(output)
     largest = max(plan.buckets, key=lambda bucket: bucket.arena_bytes)
     return BuildReport(
@@ -241,5 +262,7 @@ def _report(output: Path, plan: ExecutionPlan, weights: list[WeightTotal], warni
         arena_unshared_bytes=largest.unshared_bytes,
         state_bytes_per_slot=plan.state.slot_bytes,
         state_bytes_per_token=plan.state.block_bytes / plan.block_tokens,
+        memory_bytes=fit.memory,
+        memory_needed_bytes=fit.needed,
         warnings=warnings,
     )

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from dsv4c.checkpoint.checkpoint import Checkpoint, WeightInfo
 from dsv4c.checkpoint.config import LayerConfig, LayerKind
 from dsv4c.checkpoint.formats import Encoding
+from dsv4c.releases import DRAFT_NAMES, FIRST_EXPERT, draft_kind, identify
 from dsv4c.wording import counted
 
 
@@ -32,9 +33,11 @@ class DraftSummary:
 class CheckpointSummary:
     """`layers` counts the main layers by kind, as `csa/4` where a compressed entry stands for 4 tokens.
 
-    `tensors`, `parameters` and `encodings` are of the main model. The ids of the hash tables are no parameters.
+    `name` is what a released model is called, None for others. `tensors`, `parameters` and `encodings` are of the main
+    model. The ids of the hash tables are no parameters.
     """
 
+    name: str | None
     model_type: str
     naming: str
     layers: dict[str, int]
@@ -61,6 +64,7 @@ class CheckpointSummary:
         layers = sum(self.layers.values())
         total_bytes = sum(total.size_bytes for total in self.encodings.values())
         lines = [
+            *([f"name         {self.name}"] if self.name else []),
             f"model        {self.model_type}, {self.naming} naming, {counted(self.shards, 'shard')}",
             f"layers       {layers}: {kinds}",
             f"experts      {self.experts}, {self.experts_per_token} a token, {self.shared_experts} shared",
@@ -87,7 +91,10 @@ def summarize_checkpoint(checkpoint: Checkpoint) -> CheckpointSummary:
     by_encoding: dict[str, list[WeightInfo]] = {}
     for weight in checkpoint.weights.values():
         by_encoding.setdefault(weight.encoding.value, []).append(weight)
+    draft = draft_kind(checkpoint.draft_weights)
+    identity = identify(config, draft, checkpoint.weights[FIRST_EXPERT].encoding)
     return CheckpointSummary(
+        name=identity.to_text() if identity else None,
         model_type=config.model_type,
         naming=checkpoint.naming,
         layers=dict(Counter(map(_kind_text, config.layers))),
@@ -104,7 +111,7 @@ def summarize_checkpoint(checkpoint: Checkpoint) -> CheckpointSummary:
             math.prod(weight.shape) for weight in checkpoint.weights.values() if weight.encoding is not Encoding.INT64
         ),
         encodings={name: _total(by_encoding[name]) for name in sorted(by_encoding)},
-        draft=_draft(checkpoint.draft_weights),
+        draft=DraftSummary(DRAFT_NAMES[draft], _total(checkpoint.draft_weights.values())) if draft else None,
         tokenizer_files=sorted(checkpoint.tokenizer_files()),
         warnings=list(checkpoint.warnings),
     )
@@ -121,11 +128,3 @@ def _total(weights: Iterable[WeightInfo]) -> EncodingTotal:
 
 def _total_text(total: EncodingTotal) -> str:
     return f"{counted(total.tensors, 'tensor')}, {total.size_bytes:,} bytes"
-
-
-def _draft(weights: Mapping[str, WeightInfo]) -> DraftSummary | None:
-    """The tensors decide; config.json may announce a module that the folder does not have."""
-    if not weights:
-        return None
-    dspark = any("main_proj" in name or "markov" in name for name in weights)
-    return DraftSummary("DSpark" if dspark else "MTP", _total(weights.values()))

@@ -4,15 +4,19 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from dsv4c.checkpoint.checkpoint import WeightInfo
+from dsv4c.checkpoint.checkpoint import Checkpoint, WeightInfo
 from dsv4c.errors import PlanError
-from dsv4c.planning_layers import ModelPlan, extent_layer
-from dsv4c.planning_splits import Share, check_ep, check_tp, rank_weight_bytes, share_bytes, share_of
+from dsv4c.plan.execution_plan import ExecutionPlan
+from dsv4c.planning_layers import ModelPlan, extent_layer, plan_model, plane_bytes
 from dsv4c.planning_source import PlanSource
+from dsv4c.planning_splits import Share, check_ep, check_tp, rank_weight_bytes, share_bytes, share_of
 from dsv4c.planning_targets import PlanTarget
+from dsv4c.recipe import Recipe
 
 DEFAULT_CONTEXT = 8192
 _MAX_DEVICES = 512
+# FP4 to INT8 doubles; state and arena are small beside the weights of a large model.
+_LARGEST_GROWTH = 4
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,28 @@ def default_context(max_context: int) -> int:
     return min(DEFAULT_CONTEXT, max_context)
 
 
+def build_fit(plan: ExecutionPlan, target: PlanTarget) -> Fit:
+    """A whole plan on one device, with one sequence of the default context: what `build` checks."""
+    blocks = -(-default_context(plan.max_context) // plan.block_tokens)
+    return Fit(
+        memory=target.memory_bytes,
+        reserved=target.reserved_bytes,
+        weights=plan.weights.size_bytes,
+        state=sum(plane_bytes(plane, 1, blocks) for plane in plan.state.planes),
+        arena=max(bucket.arena_bytes for bucket in plan.buckets),
+    )
+
+
+def check_memory(checkpoint: Checkpoint, recipe: Recipe, target: PlanTarget) -> None:
+    """Refuse, within seconds, a model that is near the memory of `target` and beyond it; `build_fit` decides the rest."""
+    if sum(map(stored_bytes, checkpoint.weights.values())) * _LARGEST_GROWTH < target.memory_bytes:
+        return
+    plan = plan_model(checkpoint.config, checkpoint.weights, recipe)
+    state = plan.state_bytes(1, default_context(checkpoint.config.max_position_embeddings))
+    fit = Fit(target.memory_bytes, target.reserved_bytes, plan.weight_bytes, state, plan.arena_bytes)
+    require_fit(fit, target, str(checkpoint.path))
+
+
 def require_fit(fit: Fit, target: PlanTarget, what: str) -> None:
     """Raise PlanError where a model does not fit the memory of a target."""
     if fit.fits:
@@ -64,7 +90,8 @@ def require_fit(fit: Fit, target: PlanTarget, what: str) -> None:
         f"{what} does not fit {target.product} ({target.name}): weights {fit.weights / 1e9:.2f} GB, state of one slot "
         f"{fit.state / 1e9:.2f} GB and arena {fit.arena / 1e9:.2f} GB need {fit.needed / 1e9:.2f} GB, memory is "
         f"{fit.memory / 1e9:.2f} GB",
-        hint="`dsv4c plan` says what would fit; `--memory GB` is for another machine, `--force` builds all the same",
+        hint="`dsv4c plan` says what would fit; give `--memory GB` if the engine is for another machine, or `--force` to "
+        "build all the same",
     )
 
 

@@ -1,12 +1,11 @@
 """The plan of a whole model from one layer of each kind.
 
-Building the graph of 61 layers takes a minute; most layers are alike. The model that is really built, passed and lowered
-here has one layer for each combination of kind, ratio, routing and storage, and what comes out is counted as often as
-the layer occurs. The first layer stands for itself: its streams are a broadcast of the embedding, which moves fewer
-bytes. A test compares the result with that of the whole model.
+Building the graph of 61 layers takes a minute; most layers are alike. The model that is really built, passed and
+lowered here has one layer for each combination of kind, ratio, routing and storage, and what comes out is counted as
+often as the layer occurs. The first layer stands for itself: its streams are a broadcast of the embedding, which moves
+fewer bytes. A test compares the result with that of the whole model.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,20 +17,18 @@ from dsv4c.checkpoint.config import ModelConfig
 from dsv4c.checkpoint.formats import Encoding
 from dsv4c.checkpoint.tensor_classes import EXPERT, TensorClass, tensor_class
 from dsv4c.engine import format
-from dsv4c.graph.annotations import Constant, Parameter, StateLayout
+from dsv4c.graph.annotations import Constant, Parameter, PlannedPlane, StateLayout
 from dsv4c.graph.builder import build_graph
-from dsv4c.graph.parameters import PACKED
 from dsv4c.passes.pass_manager import PassContext, run_passes
 from dsv4c.passes.pipeline import build_pipeline
-from dsv4c.plan.execution_plan import BucketPlan, ExecutionPlan, Extent, Launch, TensorRef
+from dsv4c.plan.execution_plan import BucketPlan, ExecutionPlan, Extent, TensorRef
 from dsv4c.plan.lowering import lower_graph
 from dsv4c.plan.weight_layout import ALIGNMENT, EXPERT_ALIGNMENT
 from dsv4c.recipe import Recipe
-from dsv4c.step_abi import Dim, Space, StateKind
+from dsv4c.step_abi import Space, StateKind
 
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
 _EXPERT_NUMBER = re.compile(r"experts\.\d+\.")
-_SYMBOLS = {Dim.TOKENS: "T", Dim.LOGITS: "R", Dim.SLOTS: "S", Dim.BLOCKS: "B", Dim.TABLE: "M"}
 
 
 def _align(offset: int, alignment: int) -> int:
@@ -42,7 +39,7 @@ def group_layers(config: ModelConfig, weights: Mapping[str, WeightInfo]) -> list
     """The layers that are alike, in the order in which each kind occurs first."""
     stored: list[set[object]] = [set() for _ in config.layers]
     for name, info in weights.items():
-        if match := _LAYER.fullmatch(name):
+        if match := LAYER_NAME.fullmatch(name):
             leaf = _EXPERT_NUMBER.sub("experts.", match[2])
             scale_dtype = info.scales.dtype if info.scales else None
             stored[int(match[1])].add((leaf, info.encoding, info.block, scale_dtype))
@@ -72,17 +69,6 @@ class ClassTotal:
     encoding: Encoding
     tensors: int
     size_bytes: int
-
-
-@dataclass(frozen=True)
-class KernelUse:
-    """An operator on one shape: `weights` names what it reads by leaf, `shape` is logical ([out, in], experts first)."""
-
-    kernel: str
-    count: int  # launches a step
-    weights: str
-    shape: str
-    format: str
 
 
 @dataclass(frozen=True)
@@ -127,12 +113,9 @@ class ModelPlan:
         return self.reduced.state
 
     def state_bytes(self, slots: int, context: int) -> int:
-        """What a session allocates: every plane begins on a 64-byte boundary."""
+        """What a session allocates."""
         blocks = slots * -(-context // self.reduced.block_tokens)
-        return sum(
-            self.count(plane.layer) * _align(plane.unit_bytes * (slots if plane.kind is StateKind.SLOT else blocks), 64)
-            for plane in self.state.planes
-        )
+        return sum(self.count(plane.layer) * plane_bytes(plane, slots, blocks) for plane in self.state.planes)
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -203,45 +186,10 @@ class ModelPlan:
     def extents_by_offset(self) -> dict[int, Extent]:
         return {extent.offset: extent for extent in self.reduced.weights.extents}
 
-    def kernel_uses(self) -> list[KernelUse]:
-        """Which operator runs on which shape in a step of the first bucket."""
-        uses: Counter[tuple[str, str, str, str]] = Counter()
-        for launch in self.reduced.buckets[0].launches:
-            uses[launch.kernel, *self._weights_of(launch)] += self.count(launch.layer)
-        return [KernelUse(key[0], count, *key[1:]) for key, count in sorted(uses.items())]
 
-    def _weights_of(self, launch: Launch) -> tuple[str, str, str]:
-        """(leaf names, shape, format) of the largest weight a launch reads, or the shape of its result."""
-        weights = [arg for arg in launch.args if isinstance(arg, TensorRef) and arg.space is Space.WEIGHT]
-        codes = [ref for ref in weights if _is_matrix(self.extents_by_offset[ref.offset])]
-        if not codes:
-            shown = next((ref for ref in (*launch.outputs, *launch.args) if isinstance(ref, TensorRef)), None)
-            return "", _shape(shown, 1), shown.dtype.name.lower() if shown else ""
-        ref = max(codes, key=lambda ref: math.prod(ref.sizes))
-        what = self.extents_by_offset[ref.offset].what
-        assert isinstance(what, Parameter)
-        read = [self.extents_by_offset[code.offset].what for code in codes]
-        names = [_leaf(source) for each in read if isinstance(each, Parameter) for source in each.sources]
-        return ", ".join(names), _shape(ref, 2 if what.stored_as in PACKED else 1), what.stored_as.value
-
-
-def _shape(ref: TensorRef | None, packed: int) -> str:
-    if ref is None:
-        return ""
-    sizes = [_SYMBOLS.get(dim, str(size)) for dim, size in zip(ref.dims, ref.sizes, strict=True)]
-    if packed > 1:
-        sizes[-1] = str(ref.sizes[-1] * packed)
-    return f"[{', '.join(sizes)}]"
-
-
-def _leaf(source: str) -> str:
-    """`layers.3.attn.wq_a.weight` -> `attn.wq_a`."""
-    match = _LAYER.fullmatch(source)
-    return (match[2] if match else source).removesuffix(".weight").replace(".{expert}", "")
-
-
-def _is_matrix(extent: Extent) -> bool:
-    return isinstance(extent.what, Parameter) and extent.what.part != "scales"
+def plane_bytes(plane: PlannedPlane, slots: int, blocks: int) -> int:
+    """A state plane as a session allocates it; every plane begins on a 64-byte boundary."""
+    return _align(plane.unit_bytes * (slots if plane.kind is StateKind.SLOT else blocks), ALIGNMENT)
 
 
 def _encoding(extent: Extent) -> Encoding:
@@ -251,15 +199,15 @@ def _encoding(extent: Extent) -> Encoding:
 
 def extent_layer(extent: Extent) -> int | None:
     """The layer of a weight; None outside the layers."""
-    match = _LAYER.fullmatch(extent.source)
+    match = LAYER_NAME.fullmatch(extent.source)
     return int(match[1]) if match else None
 
 
 def layout_bytes(extents: Sequence[Extent], groups: Sequence[Sequence[int]]) -> int:
     """Size of the WEIGHTS section when the layers of a reduced model are laid out as often as they occur.
 
-    The same rules as `plan/weight_layout.py`: weights on 64 bytes, experts on pages. A constant lies with the first layer
-    that uses it and nowhere else.
+    The same rules as `plan/weight_layout.py`: weights on 64 bytes, experts on pages. A constant lies with the first
+    layer that uses it and nowhere else.
     """
     head: list[Extent] = []
     by_layer: list[list[Extent]] = [[] for _ in groups]
@@ -267,8 +215,8 @@ def layout_bytes(extents: Sequence[Extent], groups: Sequence[Sequence[int]]) -> 
     current: int | None = None
     for extent in extents:
         layer = extent_layer(extent)
-        if layer is None and isinstance(extent.what, Constant):
-            layer = current if current is not None else None
+        if isinstance(extent.what, Constant):
+            layer = current
         if layer is not None:
             current = layer
             by_layer[layer].append(extent)
@@ -286,27 +234,24 @@ def layout_bytes(extents: Sequence[Extent], groups: Sequence[Sequence[int]]) -> 
 
 def _laid_out(offset: int, extents: Sequence[Extent], constants: bool) -> int:
     """The end of these extents laid out from `offset` on."""
-    before: Extent | None = None
+    end: int | None = None  # of the extent before, where it lies in the reduced model
+    was_expert = False
     for extent in extents:
         if isinstance(extent.what, Constant) and not constants:
-            before = None
+            end = None
             continue
-        follows = before is not None and before.offset + before.size_bytes == extent.offset
-        if EXPERT.fullmatch(extent.source) and not (before and EXPERT.fullmatch(before.source)):
+        expert = EXPERT.fullmatch(extent.source) is not None
+        if expert != was_expert:
             offset = _align(offset, EXPERT_ALIGNMENT)
-        elif before is not None and EXPERT.fullmatch(before.source) and not EXPERT.fullmatch(extent.source):
-            offset = _align(offset, EXPERT_ALIGNMENT)
-        elif before is not None and not follows:
-            # Inside a stack the gap is to the next matrix or to the page of the next expert.
-            offset += extent.offset - (before.offset + before.size_bytes) if EXPERT.fullmatch(extent.source) else 0
-            offset = _align(offset, ALIGNMENT)
-        elif before is None:
+        elif expert:
+            # To the next matrix of an expert, or to the page of the next expert: always the same.
+            assert end is not None
+            offset += extent.offset - end
+        elif extent.offset != end:
             offset = _align(offset, ALIGNMENT)
         offset += extent.size_bytes
-        before = extent
-    if before is not None and EXPERT.fullmatch(before.source):
-        offset = _align(offset, EXPERT_ALIGNMENT)
-    return offset
+        end, was_expert = extent.offset + extent.size_bytes, expert
+    return _align(offset, EXPERT_ALIGNMENT) if was_expert else offset
 
 
 def plan_model(config: ModelConfig, weights: Mapping[str, WeightInfo], recipe: Recipe) -> ModelPlan:
@@ -316,7 +261,7 @@ def plan_model(config: ModelConfig, weights: Mapping[str, WeightInfo], recipe: R
     numbers = {group[0]: number for number, group in enumerate(groups)}
     kept: dict[str, WeightInfo] = {}
     for name, info in weights.items():
-        match = _LAYER.fullmatch(name)
+        match = LAYER_NAME.fullmatch(name)
         if match is None:
             kept[name] = info
         elif int(match[1]) in numbers:

@@ -1,9 +1,9 @@
 """Bytes and FLOPs of a decode step, and the tokens a second that memory bandwidth allows.
 
-From the launches of the decode plan (dsv4c/plan/cost.py), with what the context decides put in: an HCA layer reads every
-compressed entry, a CSA layer scores every index key and reads the selected entries, every layer reads its window. Open
-groups (a few rows a layer) are not counted. In a step of N sequences weights are read once, and of the routed experts
-those that N uniform choices of k hit; for capacity all experts count.
+From the launches of the decode plan (dsv4c/plan/cost.py), with what the context decides put in: an HCA layer reads
+every compressed entry, a CSA layer scores every index key and reads the selected entries, every layer reads its window.
+Open groups (a few rows a layer) are not counted. In a step of N sequences weights are read once, and of the routed
+experts those that N uniform choices of k hit; for capacity all experts count.
 """
 
 from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ from dsv4c.checkpoint.safetensors import INDEX_NAME, StoredTensor, read_json
 from dsv4c.checkpoint.shapes import Shapes, dspark_shapes, mtp_shapes
 from dsv4c.checkpoint.tensor_classes import DENSE, EXPERT
 from dsv4c.errors import InputError
-from dsv4c.releases import DraftKind, ModelIdentity, identify
+from dsv4c.releases import FIRST_EXPERT, DraftKind, ModelIdentity, draft_kind, identify
 
 _MAX_CONFIG_BYTES = 8 << 20
 # Of the released DSpark modules, for configs that do not say.
@@ -24,7 +24,7 @@ _ITEM_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 
 
 @dataclass(frozen=True)
 class PlanSource:
-    """A model without its weights' values. `assumed`: the encodings are those of the releases, not read from headers."""
+    """A model without its weights' values. `assumed`: encodings as in the releases, not read from headers."""
 
     path: Path
     config: ModelConfig
@@ -40,7 +40,7 @@ class PlanSource:
     @property
     def identity(self) -> ModelIdentity | None:
         """Which released model this is."""
-        return identify(self.config, self.draft, self.weights["layers.0.ffn.experts.0.w1.weight"].encoding)
+        return identify(self.config, self.draft, self.weights[FIRST_EXPERT].encoding)
 
 
 def open_source(path: Path) -> PlanSource:
@@ -83,13 +83,6 @@ def _from_checkpoint(folder: Path) -> PlanSource:
         tokenizer_bytes=tokenizer,
         warnings=list(checkpoint.warnings),
     )
-
-
-def draft_kind(weights: Mapping[str, WeightInfo]) -> DraftKind | None:
-    """The draft module that a checkpoint holds, by its tensors."""
-    if not weights:
-        return None
-    return "dspark" if any("main_proj" in name or "markov" in name for name in weights) else "mtp"
 
 
 def _from_config(path: Path) -> PlanSource:

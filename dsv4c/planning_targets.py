@@ -21,8 +21,8 @@ class PlanTarget:
     """One device. Zero or None: not known before it is measured.
 
     `memory_bytes` and `bandwidth` (bytes a second) are the vendor's decimal figures; `measured_bandwidth` is what a
-    read of weights reached. `flops` is the dense bf16 (Orin: fp16) tensor rate. `reserved_bytes` is what driver, context
-    and, where memory is shared with it, the system keep.
+    read of weights reached. `flops` is the dense bf16 (Orin: fp16) tensor rate. `reserved_bytes` is what driver,
+    context and, where memory is shared with it, the system keep.
     """
 
     name: str
@@ -46,7 +46,7 @@ class PlanTarget:
         return self.measured_bandwidth or self.bandwidth
 
 
-# H100 SXM5, H200 SXM and Jetson AGX Orin 64 GB: NVIDIA's data sheets. H200 was measured with a read of 64 GB of weights.
+# H100 SXM5, H200 SXM and Jetson AGX Orin 64 GB: NVIDIA's data sheets. The H200 was measured by reading its memory.
 PLAN_TARGETS: dict[str, PlanTarget] = {
     "cpu": PlanTarget("cpu", "this machine", "cpu", 0, 0, None, None, None, 0, True),
     "h100": PlanTarget(
@@ -93,7 +93,7 @@ def find_plan_target(name: str, memory_gb: float | None = None, bandwidth_gb: fl
 def plan_recipe(target: PlanTarget, path: Path | None) -> Recipe:
     """The recipe of a plan: the target's own, or the one in `path`, which may be of a target that can be built.
 
-    Targets that cannot be built yet have no recipe file: weights as stored, reference numerics (FP8 KV, FP4 index keys).
+    Targets that cannot be built yet have no recipe file: weights as stored, reference numerics, FP8 KV, FP4 index keys.
     """
     if target.name in TARGETS:
         return Recipe.for_target(target.name, path)

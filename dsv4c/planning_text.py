@@ -1,97 +1,62 @@
-"""A plan as text: tables for a terminal, plain where nobody watches."""
+"""A plan in words and tables."""
 
-import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from dsv4c.planning_tables import Section, context_text, size_text
+from dsv4c.wording import counted
 
-WIDTH = 118
 _SHOWN_REASONS = 2
 
 
-def size_text(size: float | None) -> str:
-    """Decimal units, as memory and bandwidth are sold."""
-    if size is None:
-        return "-"
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(size) >= scale:
-            return f"{size / scale:,.2f} {unit}"
-    return f"{size:,.0f} B"
+def plan_sections(plan: dict[str, Any]) -> list[Section]:
+    """Every table of a plan, in order."""
+    return [_weights(plan), _state(plan), _capacity(plan), _splits(plan), _decode(plan), _kernels(plan), _buckets(plan)]
 
 
-def context_text(context: int) -> str:
-    """`8K`, `128K`, `1M`; other numbers as they are."""
-    for unit, scale in (("M", 1 << 20), ("K", 1 << 10)):
-        if context >= scale and context % scale == 0:
-            return f"{context // scale}{unit}"
-    return f"{context:,}"
-
-
-def render(plans: Sequence[dict[str, Any]], terminal: bool) -> str:
-    """One plan in full, or two side by side."""
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, force_terminal=terminal, no_color=not terminal, highlight=False)
-    if len(plans) == 1:
-        _full(console, plans[0])
-    else:
-        _comparison(console, plans)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
-def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """The first `left` columns are text, the others numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _full(console: Console, plan: dict[str, Any]) -> None:
-    for line in summary_lines(plan):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print()
-    for table, caption in (
-        (_weights(plan), weights_caption(plan)),
-        (_state(plan), state_caption(plan)),
-        (_capacity(plan), "\n".join(verdict_lines(plan))),
-        (_splits(plan), f"on every rank: {plan['splits']['replicated']}"),
-        (_decode(plan), decode_caption(plan)),
-        (_kernels(plan), ""),
-        (_buckets(plan), ""),
-    ):
-        console.print(table)
-        if caption:
-            console.print(caption + "\n", markup=False, soft_wrap=True)
-    for warning in plan["warnings"]:
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+def _section(
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Sequence[str]],
+    text_columns: int = 1,
+    caption: Iterable[str] = (),
+) -> Section:
+    return Section(title, tuple(columns), tuple(map(tuple, rows)), text_columns, tuple(caption))
 
 
 def summary_lines(plan: dict[str, Any]) -> list[str]:
     """What is planned: model, source, target, recipe."""
-    model, source, target, recipe = plan["model"], plan["source"], plan["target"], plan["recipe"]
+    return [*model_lines(plan), *target_lines(plan)]
+
+
+def model_lines(plan: dict[str, Any]) -> list[str]:
+    """The model, whatever the target."""
+    model, source = plan["model"], plan["source"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in model["layers"].items())
     assumed = " (encodings assumed, as released)" if source["encodings_assumed"] else ""
-    built = "" if target["can_build"] else "; cannot be built yet"
-    bandwidth = target["measured_bandwidth"] or target["bandwidth"]
-    speed = f", {bandwidth / 1e9:,.0f} GB/s" if bandwidth else ""
-    measured = " measured" if target["measured_bandwidth"] else ""
     return [
         f"model    {model['name'] or 'a model of the DeepSeek-V4 architecture, none of the released ones'}",
         f"layers   {sum(model['layers'].values())}: {kinds}; {model['hash_routed_layers']} hash-routed; "
         f"{model['experts']} experts, {model['experts_per_token']} a token",
         f"weights  {source['tensors']:,} tensors, {source['payload_bytes']:,} bytes{assumed}",
-        f"target   {target['name']}: {target['product']}, {size_text(target['memory_bytes'])}{speed}{measured}{built}",
+    ]
+
+
+def target_lines(plan: dict[str, Any]) -> list[str]:
+    """The target and the recipe."""
+    target, recipe = plan["target"], plan["recipe"]
+    built = "" if target["can_build"] else "; cannot be built yet"
+    bandwidth = target["measured_bandwidth"] or target["bandwidth"]
+    measured = " measured" if target["measured_bandwidth"] else ""
+    speed = f", {bandwidth / 1e9:,.0f} GB/s{measured}" if bandwidth else ""
+    return [
+        f"target   {target['name']}: {target['product']}, {size_text(target['memory_bytes'])}{speed}{built}",
         f"recipe   {recipe['numerics']} numerics, KV {recipe['kv']}, index keys {recipe['index_keys']}, "
         f"experts {recipe['weights']['experts']}, dense {recipe['weights']['dense']}",
     ]
 
 
-def _weights(plan: dict[str, Any]) -> Table:
+def _weights(plan: dict[str, Any]) -> Section:
     """Checkpoint and engine side by side, a row a class."""
     weights = plan["weights"]
     classes = list(dict.fromkeys(row["class"] for row in weights["classes"]))
@@ -114,7 +79,13 @@ def _weights(plan: dict[str, Any]) -> Table:
     rows.append(("alignment", "", "", "", "", f"{gaps:,}"))
     total_tensors = f"{plan['source']['tensors']:,}"
     rows.append(("total", "", total_tensors, f"{weights['payload_bytes']:,}", "", f"{weights['engine_bytes']:,}"))
-    return _table("Weights", ("class", "stored as", "tensors", "bytes", "in the engine", "bytes"), rows, 2)
+    return _section(
+        "Weights",
+        ("class", "stored as", "tensors", "bytes", "in the engine", "bytes"),
+        rows,
+        2,
+        [weights_caption(plan)],
+    )
 
 
 def weights_caption(plan: dict[str, Any]) -> str:
@@ -122,7 +93,7 @@ def weights_caption(plan: dict[str, Any]) -> str:
     return f"tensors count scales; checkpoint by encoding: {encodings}"
 
 
-def _state(plan: dict[str, Any]) -> Table:
+def _state(plan: dict[str, Any]) -> Section:
     state = plan["state"]
     rows = [
         (
@@ -133,7 +104,8 @@ def _state(plan: dict[str, Any]) -> Table:
         )
         for row in state["contexts"]
     ]
-    return _table("State of one sequence", ("context", "KV and state", "bytes/token", "without rollback rows"), rows)
+    columns = ("context", "KV and state", "bytes/token", "without rollback rows")
+    return _section("State of one sequence", columns, rows, caption=[state_caption(plan)])
 
 
 def state_caption(plan: dict[str, Any]) -> str:
@@ -144,7 +116,7 @@ def state_caption(plan: dict[str, Any]) -> str:
     )
 
 
-def _capacity(plan: dict[str, Any]) -> Table:
+def _capacity(plan: dict[str, Any]) -> Section:
     capacity, build = plan["capacity"], plan["build"]
     what = f"{capacity['slots']} x {context_text(capacity['context'])} positions"
     split = f"tp {capacity['tp']} x ep {capacity['ep']}, each device" if capacity["tp"] * capacity["ep"] > 1 else what
@@ -160,7 +132,7 @@ def _capacity(plan: dict[str, Any]) -> Table:
         ("memory of the build, about", size_text(build["memory_bytes"])),
         ("the same with --no-goldens", size_text(build["memory_bytes_without_goldens"])),
     ]
-    return _table(f"Memory ({split})", ("", "bytes"), rows)
+    return _section(f"Memory ({split})", ("", "bytes"), rows, caption=verdict_lines(plan))
 
 
 def verdict_lines(plan: dict[str, Any]) -> list[str]:
@@ -177,7 +149,7 @@ def verdict_lines(plan: dict[str, Any]) -> list[str]:
     if capacity["fits"]:
         return [
             f"FITS on {where}: {used:.1%} of memory used, margin {size_text(capacity['margin_bytes'])}",
-            f"largest context with {capacity['slots']} slots: {capacity['largest_context']:,}; "
+            f"largest context with {counted(capacity['slots'], 'slot')}: {capacity['largest_context']:,}; "
             f"most slots with {context_text(capacity['context'])} positions: {capacity['largest_slots']:,}",
         ]
     lines = [
@@ -194,7 +166,7 @@ def verdict_lines(plan: dict[str, Any]) -> list[str]:
         lines.append(
             f"smallest legal split that fits: {split['devices']} devices, tp {split['tp']} x ep {split['ep']}, "
             f"{size_text(split['needed_bytes'])} each, margin {size_text(split['margin_bytes'])}; "
-            f"context up to {split['largest_context']:,}, slots up to {split['largest_slots']:,}"
+            f"context up to {split['largest_context']:,}, or up to {counted(split['largest_slots'], 'slot')}"
         )
     if (part := capacity["one_device_holds"]) is not None and devices == 1:
         layers, experts = sum(plan["model"]["layers"].values()), plan["model"]["experts"]
@@ -207,7 +179,7 @@ def verdict_lines(plan: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _splits(plan: dict[str, Any]) -> Table:
+def _splits(plan: dict[str, Any]) -> Section:
     rows = []
     for name in ("tp", "ep"):
         for row in plan["splits"][name]:
@@ -218,10 +190,11 @@ def _splits(plan: dict[str, Any]) -> Table:
             reasons = row["reasons"]
             more = f"; {len(reasons) - _SHOWN_REASONS} more" if len(reasons) > _SHOWN_REASONS else ""
             rows.append((f"{name} {row['ranks']}", f"illegal: {'; '.join(reasons[:_SHOWN_REASONS])}{more}", ""))
-    return _table("Splits over devices", ("ranks", "", "weights each"), rows, 2)
+    caption = [f"on every rank: {plan['splits']['replicated']}"]
+    return _section("Splits over devices", ("ranks", "", "weights each"), rows, 2, caption)
 
 
-def _decode(plan: dict[str, Any]) -> Table:
+def _decode(plan: dict[str, Any]) -> Section:
     decode = plan["decode"]
     contexts = [row["context"] for row in decode["contexts"]]
     slots = sorted({row["slots"] for row in decode["tokens_per_second"]})
@@ -233,14 +206,15 @@ def _decode(plan: dict[str, Any]) -> Table:
     if decode["bandwidth"]:
         rows += [
             (
-                f"tokens/s, {count} slot{'s' if count > 1 else ''}",
-                *(_speed(found[count, context]) for context in contexts),
+                f"tokens/s, {counted(count, 'slot')}",
+                *(speed_text(found[count, context]) for context in contexts),
             )
             for count in slots
         ]
     devices = decode["tp"] * decode["ep"]
     split = f", {devices} devices (tp {decode['tp']} x ep {decode['ep']})" if devices > 1 else ""
-    return _table(f"Decoding, bound by bandwidth{split}", ("context", *map(context_text, contexts)), rows)
+    title = f"Decoding, bound by bandwidth{split}"
+    return _section(title, ("context", *map(context_text, contexts)), rows, caption=[decode_caption(plan)])
 
 
 def decode_caption(plan: dict[str, Any]) -> str:
@@ -251,21 +225,24 @@ def decode_caption(plan: dict[str, Any]) -> str:
     )
 
 
-def _speed(row: dict[str, Any]) -> str:
+def speed_text(row: dict[str, Any]) -> str:
+    """Tokens a second, in brackets where it does not fit."""
+    if row["tokens_per_second"] is None:
+        return "-"
     text = f"{row['tokens_per_second']:,.1f}"
     return text if row["fits"] else f"({text})"
 
 
-def _kernels(plan: dict[str, Any]) -> Table:
+def _kernels(plan: dict[str, Any]) -> Section:
     rows = [
         (use["kernel"], use["weights"] or "-", use["shape"], use["format"], f"{use['count']:,}")
         for use in plan["kernels"]
     ]
     title = "Kernels of a step" + ("" if plan["target"]["can_build"] else " (operators; no code for this target yet)")
-    return _table(title, ("operator", "weights", "shape", "format", "launches"), rows, 4)
+    return _section(title, ("operator", "weights", "shape", "format", "launches"), rows, 4)
 
 
-def _buckets(plan: dict[str, Any]) -> Table:
+def _buckets(plan: dict[str, Any]) -> Section:
     rows = [
         (
             f"{row['kind']} {row['tokens']}",
@@ -276,48 +253,4 @@ def _buckets(plan: dict[str, Any]) -> Table:
         )
         for row in plan["buckets"]
     ]
-    return _table("Buckets", ("rows", "launches", "arena", "bytes moved", "FLOPs"), rows)
-
-
-def _comparison(console: Console, plans: Sequence[dict[str, Any]]) -> None:
-    for line in (line for line in summary_lines(plans[0]) if not line.startswith(("target", "recipe"))):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print()
-    rows = [_comparison_row(name, plans, show) for name, show in _COMPARED]
-    shown = [{(r["slots"], r["context"]): r for r in plan["decode"]["tokens_per_second"]} for plan in plans]
-    for slots, context in shown[0]:
-        name = f"tokens/s, {slots} x {context_text(context)}"
-        rows.append(
-            (name, *(_speed(at[slots, context]) if at[slots, context]["tokens_per_second"] else "-" for at in shown))
-        )
-    columns = ("", *(f"{plan['target']['name']} ({plan['target']['product']})" for plan in plans))
-    console.print(_table("Two targets", columns, rows))
-    for plan in plans:
-        console.print(f"{plan['target']['name']}:", markup=False)
-        for line in verdict_lines(plan):
-            console.print(f"  {line}", markup=False, soft_wrap=True)
-
-
-def _comparison_row(name: str, plans: Sequence[dict[str, Any]], show: Any) -> tuple[str, ...]:
-    return (name, *(show(plan) for plan in plans))
-
-
-_COMPARED: tuple[tuple[str, Any], ...] = (
-    ("memory", lambda plan: size_text(plan["target"]["memory_bytes"])),
-    ("bandwidth", lambda plan: size_text(plan["decode"]["bandwidth"]) + "/s" if plan["decode"]["bandwidth"] else "-"),
-    (
-        "numerics, KV, index keys",
-        lambda plan: ", ".join(plan["recipe"][key] for key in ("numerics", "kv", "index_keys")),
-    ),
-    ("weights", lambda plan: size_text(plan["weights"]["engine_bytes"])),
-    ("state of the slots asked for", lambda plan: size_text(plan["capacity"]["state_bytes"])),
-    ("state a token", lambda plan: f"{plan['state']['bytes_per_token']:,.2f} B"),
-    ("arena", lambda plan: size_text(plan["capacity"]["arena_bytes"])),
-    ("needed", lambda plan: size_text(plan["capacity"]["needed_bytes"])),
-    ("margin", lambda plan: size_text(plan["capacity"]["margin_bytes"])),
-    ("fits one device", lambda plan: "yes" if plan["capacity"]["devices_by_capacity"] == 1 else "no"),
-    ("devices by capacity", lambda plan: str(plan["capacity"]["devices_by_capacity"] or "-")),
-    ("largest context", lambda plan: f"{plan['capacity']['largest_context']:,}"),
-    ("most slots", lambda plan: f"{plan['capacity']['largest_slots']:,}"),
-    ("tokens/s counted on", lambda plan: f"{plan['decode']['tp'] * plan['decode']['ep']} devices"),
-)
+    return _section("Buckets", ("rows", "launches", "arena", "bytes moved", "FLOPs"), rows)

@@ -1,10 +1,11 @@
 """The released DeepSeek-V4 models: how a config and its draft module tell which one a checkpoint is.
 
-Shapes of the backbone are the same in all releases of a family, so the draft module decides: an MTP block belongs to the
-previews, DSpark stages to the later ones. (The repositories named `...-DSpark` hold preview weights with DSpark stages;
-headers cannot tell them from the later releases.) `-Base` variants have FP8 instead of FP4 experts.
+Shapes of the backbone are the same in all releases of a family, so the draft module decides: an MTP block belongs to
+the previews, DSpark stages to the later ones. (The repositories named `...-DSpark` hold preview weights with DSpark
+stages; headers cannot tell them from the later releases.) `-Base` variants have FP8 instead of FP4 experts.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,8 @@ from dsv4c.checkpoint.config import ModelConfig
 from dsv4c.checkpoint.formats import Encoding
 
 DraftKind = Literal["mtp", "dspark"]
+# Tells how the routed experts are stored, which is the same in every layer of a release.
+FIRST_EXPERT = "layers.0.ffn.experts.0.w1.weight"
 DRAFT_NAMES: dict[DraftKind, str] = {"mtp": "MTP", "dspark": "DSpark"}
 
 
@@ -51,6 +54,16 @@ class ModelIdentity:
         release = f" {self.release}" if self.release else ""
         draft = f"{self.draft} draft module" if self.draft else "no draft module"
         return f"{self.family}{release} ({self.parameters} parameters), {draft}"
+
+
+def draft_kind(names: Iterable[str]) -> DraftKind | None:
+    """The draft module that these tensors (`mtp.*`) belong to; None for no tensors."""
+    kind: DraftKind | None = None
+    for name in names:
+        if ".main_proj." in name or ".markov_head." in name:
+            return "dspark"
+        kind = "mtp"
+    return kind
 
 
 def identify(config: ModelConfig, draft: DraftKind | None, experts: Encoding | None) -> ModelIdentity | None:

@@ -90,7 +90,7 @@ _PRO = _COMMON | {
 
 
 def _dspark(config: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    last = config["num_hidden_layers"] - (3 if config["num_hidden_layers"] == 61 else 3)
+    last = config["num_hidden_layers"] - 3
     return {
         **config,
         "compress_ratios": [*config["compress_ratios"], 0, 0],

@@ -33,6 +33,21 @@ _COMMANDS = {
         "goldens",
         "inspection",
         "perplexity",
+        "planning",
+        "planning_build",
+        "planning_capacity",
+        "planning_charts",
+        "planning_compare",
+        "planning_html",
+        "planning_kernels",
+        "planning_layers",
+        "planning_roofline",
+        "planning_source",
+        "planning_splits",
+        "planning_tables",
+        "planning_targets",
+        "planning_text",
+        "releases",
         "text",
         "verification",
         "weight_report",
@@ -53,9 +68,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
 }
 # Packages that may be absent: imported in a function, each in one module.
-OPTIONAL = {"jinja2", "triton", "tensorrt"}
+OPTIONAL = {"jinja2", "matplotlib", "triton", "tensorrt"}
 # Modules that load torch, which takes seconds: a command imports them when it runs, so that `--help` does not wait.
-LOADED_BY_COMMANDS = {"dsv4c.compiler", "dsv4c.checkpoint.checkpoint", "dsv4c.inspection"}
+LOADED_BY_COMMANDS = {
+    "dsv4c.compiler",
+    "dsv4c.checkpoint.checkpoint",
+    "dsv4c.inspection",
+    "dsv4c.planning",
+    "dsv4c.planning_source",
+}
 # What the serving side may import besides the standard library.
 SERVING_PACKAGES = {"dsv4c", "numpy"}
 

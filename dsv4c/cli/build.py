@@ -42,6 +42,14 @@ _PATH = click.Path(path_type=Path)
     help="Refuse weights that are NaN or infinite, and tables with ids that are no experts; done unless turned off. "
     "Without it a damaged checkpoint becomes an engine that answers nonsense.",
 )
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB",
+    show_default="the target's; on cpu this machine's",
+    help="Memory of the machine that the engine is for; a model that does not fit is refused.",
+)
+@click.option("--force", is_flag=True, help="Build a model that does not fit the memory; the engine says so.")
 @json_option
 def build_command(
     checkpoint: Path,
@@ -53,6 +61,8 @@ def build_command(
     split_weights: bool,
     no_goldens: bool,
     check_values: bool,
+    memory: float | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Build an engine from a checkpoint.
@@ -74,6 +84,8 @@ def build_command(
             split_weights=split_weights,
             goldens=not no_goldens,
             check_values=check_values,
+            memory_gb=memory,
+            force=force,
             progress=progress,
         )
     if as_json:

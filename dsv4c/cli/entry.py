@@ -25,7 +25,8 @@ def main() -> int:
             return _main_of("dsv4c.doctor", sys.argv[2:])
         problem = InputError(
             f"this command needs the Python package {package}, which is not installed",
-            hint="install dsv4c again without `--no-deps`; without these packages only `dsv4c.runtime` and `dsv4c doctor` work",
+            hint="install dsv4c again without `--no-deps`; without these packages only `dsv4c.runtime` and "
+            "`dsv4c doctor` work",
         )
     print(problem.to_text(), file=sys.stderr)
     return problem.exit_code

@@ -20,6 +20,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "build": ("dsv4c.cli.build", "Build an engine from a checkpoint."),
     "doctor": ("dsv4c.cli.doctor", "Say whether this machine can build and run, and what is missing."),
     "inspect": ("dsv4c.cli.inspect", "Say what an engine or a checkpoint holds."),
+    "plan": ("dsv4c.cli.plan", "Say what a model needs before it is built."),
     "run": ("dsv4c.cli.run", "Generate text from a prompt."),
     "verify": ("dsv4c.cli.verify", "Check an engine's digests and, with --replay, its goldens."),
 }

@@ -8,7 +8,12 @@ import click
 from dsv4c.cli.options import json_option, print_json
 from dsv4c.cli.stdout import write_stdout
 from dsv4c.errors import InputError
+from dsv4c.planning_charts import require_charts
+from dsv4c.planning_compare import comparison
+from dsv4c.planning_html import plan_page
+from dsv4c.planning_tables import render
 from dsv4c.planning_targets import PLAN_TARGETS, find_plan_target, plan_recipe
+from dsv4c.planning_text import model_lines, plan_sections, summary_lines
 
 _PATH = click.Path(path_type=Path)
 _POSITIVE = click.IntRange(min=1)
@@ -68,6 +73,7 @@ def plan_command(
         recipes.append(plan_recipe(chosen[1], None))
     if html is not None:
         _check_page(html)
+        require_charts()
     # Here and not above: planning loads torch, which takes seconds, and `--help` needs none of it.
     from dsv4c.planning import PlanOptions, make_plan
     from dsv4c.planning_source import open_source
@@ -76,15 +82,14 @@ def plan_command(
     options = PlanOptions(context, slots, tp, ep)
     plans = [make_plan(source, *each, options) for each in zip(chosen, recipes, strict=True)]
     if html is not None:
-        from dsv4c.planning_html import plan_page
-
         html.write_text(plan_page(plans), encoding="utf-8")
     if as_json:
         print_json(plans[0] if compare is None else {"plans": plans})
         return
-    from dsv4c.planning_text import render
-
-    write_stdout(render(plans, terminal=sys.stdout.isatty()))
+    head = summary_lines(plans[0]) if compare is None else model_lines(plans[0])
+    sections = plan_sections(plans[0]) if compare is None else [comparison(plans)]
+    warnings = [f"warning: {warning}" for warning in source.warnings]
+    write_stdout(render(head, sections, warnings, terminal=sys.stdout.isatty()))
 
 
 def _check_page(path: Path) -> None:

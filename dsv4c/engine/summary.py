@@ -81,6 +81,8 @@ def summary_text(summary: dict[str, Any]) -> str:
         lines.append(f"section     {section['name']:<9} {section['size_bytes']:>12,} bytes {where}")
     lines.append(f"tokenizer   {', '.join(summary['tokenizer_files']) or 'none'}")
     lines.append(f"goldens     {'yes' if summary['has_goldens'] else 'no'}")
+    if manifest.get("forced"):
+        lines.append("forced      built with --force: it may not fit the memory of its target")
     return "\n".join(lines)
 
 
