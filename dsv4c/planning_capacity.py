@@ -73,7 +73,7 @@ def build_fit(plan: ExecutionPlan, target: PlanTarget) -> Fit:
 
 
 def check_memory(checkpoint: Checkpoint, recipe: Recipe, target: PlanTarget) -> None:
-    """Refuse, within seconds, a model that is near the memory of `target` and beyond it; `build_fit` decides the rest."""
+    """Refuse a large model that does not fit within seconds; what passes is checked again when it is lowered."""
     if sum(map(stored_bytes, checkpoint.weights.values())) * _LARGEST_GROWTH < target.memory_bytes:
         return
     plan = plan_model(checkpoint.config, checkpoint.weights, recipe)
@@ -90,8 +90,8 @@ def require_fit(fit: Fit, target: PlanTarget, what: str) -> None:
         f"{what} does not fit {target.product} ({target.name}): weights {fit.weights / 1e9:.2f} GB, state of one slot "
         f"{fit.state / 1e9:.2f} GB and arena {fit.arena / 1e9:.2f} GB need {fit.needed / 1e9:.2f} GB, memory is "
         f"{fit.memory / 1e9:.2f} GB",
-        hint="`dsv4c plan` says what would fit; give `--memory GB` if the engine is for another machine, or `--force` to "
-        "build all the same",
+        hint="`dsv4c plan` says what would fit; `--memory GB` is for an engine of another machine, `--force` builds "
+        "all the same",
     )
 
 

@@ -4,14 +4,14 @@ python -m tests.benchmarks.cpu_decode [--threads N] [--layers L] [--formats bf16
 
 - `small` rows: tokens/s of the trained tests/data/tiny-v4-official, prefill and decode, beside transformers on the same
   weights (dequantised, fp32, cached decode) with as many threads; `ratio` is ours over theirs.
-- `wide` rows: a synthetic checkpoint of 0.24 G parameters a layer, built once per format, one slot. gb_per_s is the
+- `wide` rows: a synthetic checkpoint of 60 M parameters a layer, built once per format, one slot. gb_per_s is the
   engine's weights (without the embedding table) over the time of a decode step; read_gb_per_s is a plain sum over as
   many bytes by as many threads; `ratio` is the share of it. cached_gb_per_s is the same kernel on weights that stay in
   a core's cache, times the threads: what its instructions allow if memory were free.
 
-Speeds are those of the fastest repetition, and what is compared is repeated in turns. On the wide rows that holds for
-every launch of the step and for every 32 MB of the sum by themselves, since a whole step takes longer than a system with
-other work leaves it alone; tokens_per_s is of the step put together of its fastest launches.
+Speeds are those of the fastest repetition, and what is compared is repeated in turns. A whole step of the wide model
+takes longer than a system with other work leaves it alone, so there the fastest run of every launch counts, and of every
+part of the sum, which is cut into one part per layer; tokens_per_s is of the step put together of those launches.
 
 Instructions: with AVX-512 the loop over a chunk of 32 weights of one row takes, besides a ninth to share the row of x
   bf16   6 for 64 bytes: 2 widening loads, 2 shifts, 2 multiply-adds                             0.09 a byte
@@ -62,8 +62,7 @@ FORMATS = {
 }
 # The format of the experts, which are nearly all of the wide engine, as the kernel tests call it.
 EXPERTS = {"bf16": "bf16", "int8": "int8-128", "fp8": "fp8-128x128", "fp4": "fp4", "int4": "int4-32"}
-WIDE_STEPS = 12
-PART_BYTES = 32 << 20
+WIDE_STEPS = 40
 CACHED_BYTES = 256 << 10
 CACHED_CALLS = 300
 
@@ -171,9 +170,9 @@ def read_config(checkpoint: Path) -> dict[str, Any]:
 class Reader:
     """A sum over so many bytes, shared among threads; keeps the fastest reading of every part."""
 
-    def __init__(self, size_bytes: int, threads: int) -> None:
+    def __init__(self, size_bytes: int, parts: int, threads: int) -> None:
         values = np.ones(size_bytes // 8, dtype=np.int64)
-        self._parts = [np.array_split(part, threads) for part in np.array_split(values, -(-size_bytes // PART_BYTES))]
+        self._parts = [np.array_split(part, threads) for part in np.array_split(values, parts)]
         self._pool = ThreadPoolExecutor(threads)
         self._fastest = [float("inf")] * len(self._parts)
 
@@ -220,7 +219,10 @@ def wide_row(base: Row, checkpoint: Path, folder: Path, name: str) -> Row:
     with Engine.open(engine_path, threads=base.threads) as engine:
         embedding_bytes = 2 * engine.info.vocab_size * engine.info.hidden_size
         size_bytes = engine.info.weight_bytes - embedding_bytes
-        reader, stepper = Reader(size_bytes, base.threads), Stepper(engine.session(slots=1, context=WIDE_STEPS))
+        reader, stepper = (
+            Reader(size_bytes, engine.info.layer_count, base.threads),
+            Stepper(engine.session(slots=1, context=WIDE_STEPS)),
+        )
         for _ in range(WIDE_STEPS):
             stepper.step()
             reader.read()
@@ -247,7 +249,7 @@ def _names(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="decode speed of the cpu target, as CSV")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--layers", type=int, default=4, help="of the wide checkpoint")
+    parser.add_argument("--layers", type=int, default=16, help="of the wide checkpoint")
     parser.add_argument("--formats", type=_names, default=list(FORMATS))
     parser.add_argument("--skip", type=_names, default=[])
     arguments = parser.parse_args()

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.fixtures import config_of, expected_weights, tiny_config_json
 
-# 0.24 G parameters a layer, nearly all of them in the experts.
+# 60 M parameters a layer, nearly all of them in the experts.
 WIDE: dict[str, Any] = {
-    "hidden_size": 4096,
-    "moe_intermediate_size": 2048,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 1024,
     "n_routed_experts": 8,
     "num_experts_per_tok": 8,
     "num_hash_layers": 0,
