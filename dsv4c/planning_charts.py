@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsv4c.errors import InputError
-from dsv4c.planning_tables import context_text
+from dsv4c.planning_tables import context_text, size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,9 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
 }
-_SMALL_CLASSES = 0.02  # of the memory: drawn together
+_LIMIT, _GRID = "#b00020", "#e4e4e4"
+_SHOWN_CLASSES = 3  # of weights, the largest; the others are drawn together
+_FAR = 4.0
 
 
 def _figure(width: float, height: float) -> "Figure":
@@ -55,27 +57,39 @@ def _svg(figure: "Figure", label: str) -> str:
 def memory_chart(plans: Sequence[dict[str, Any]]) -> str:
     """What fills one device, against its memory: as asked, and in the split that fits."""
     bars = [bar for plan in plans for bar in _bars(plan)]
+    largest = max(sum(parts.values()) for _, parts, _ in bars)
+    unit, scale = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
     figure = _figure(9.2, 1.3 + 0.62 * len(bars))
     axes = figure.subplots()
     kinds = list(dict.fromkeys(kind for _, parts, _ in bars for kind in parts))
+    colours = dict(zip(kinds, _COLOURS, strict=False))
     for row, (_, parts, memory) in enumerate(bars):
         left = 0.0
         for kind, size in parts.items():
-            axes.barh(row, size / 1e9, 0.55, left, color=_COLOURS[kinds.index(kind) % len(_COLOURS)])
-            left += size / 1e9
-        axes.plot([memory / 1e9] * 2, [row - 0.38, row + 0.38], color="#b00020", linewidth=2.2)
-        note = f"{left:,.1f} of {memory / 1e9:,.0f} GB"
-        end = (max(left, memory / 1e9), row)
-        axes.annotate(note, end, xytext=(7, 0), textcoords="offset points", va="center", fontsize=9)
+            axes.barh(row, size / scale, 0.55, left / scale, color=colours[kind])
+            left += size
+        end = left
+        # A memory far beyond the bars would leave nothing to see of them.
+        if memory <= _FAR * largest:
+            axes.plot([memory / scale] * 2, [row - 0.38, row + 0.38], color=_LIMIT, linewidth=2.2)
+            end = max(left, memory)
+        axes.annotate(
+            f"{size_text(left)} of {size_text(memory)}",
+            (end / scale, row),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     for kind in kinds:
-        axes.barh(0, 0, color=_COLOURS[kinds.index(kind) % len(_COLOURS)], label=kind)
-    axes.plot([], [], color="#b00020", linewidth=2.2, label="memory of a device")
+        axes.barh(0, 0, color=colours[kind], label=kind)
+    axes.plot([], [], color=_LIMIT, linewidth=2.2, label="memory of a device")
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
-    axes.set_xlabel("GB on one device")
-    axes.margins(x=0.22)
+    axes.set_xlabel(f"{unit} on one device")
+    axes.margins(x=0.25)
     axes.set_xlim(left=0)
-    axes.grid(axis="x", color="#dddddd")
+    axes.grid(axis="x", color=_GRID)
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return _svg(figure, "memory of one device by what fills it")
 
@@ -97,10 +111,10 @@ def _parts(plan: dict[str, Any], at: dict[str, Any]) -> dict[str, float]:
     for row in plan["weights"]["engine_classes"]:
         sizes[row["class"]] = sizes.get(row["class"], 0) + row["size_bytes"]
     total = sum(sizes.values())
+    large = sorted(sizes, key=lambda kind: -sizes[kind])[:_SHOWN_CLASSES]
     parts: dict[str, float] = {}
     for kind, size in sizes.items():
-        large = size > _SMALL_CLASSES * total
-        key = kind if large else "other weights"
+        key = kind if kind in large else "other weights"
         parts[key] = parts.get(key, 0) + size / total * at["weight_bytes"]
     parts["other weights"] = parts.pop("other weights", 0)
     return {
@@ -124,8 +138,9 @@ def state_chart(plans: Sequence[dict[str, Any]]) -> str:
         label = f"{plan['target']['name']}: KV {plan['recipe']['kv']}, index keys {plan['recipe']['index_keys']}"
         axes.plot(contexts, sizes, dash, color=colour, marker="o", markersize=3, label=label)
     _contexts_axis(axes)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.set_yscale("log", subs=[2, 5])
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(lambda value, _: f"{value:,g}")
     axes.set_ylabel("MB a sequence")
     axes.legend(frameon=False, fontsize=9)
     return _svg(figure, "state of one sequence over its length")
@@ -135,7 +150,7 @@ def _contexts_axis(axes: "Axes") -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: context_text(round(value)))
     axes.set_xlabel("positions")
-    axes.grid(color="#e4e4e4", which="major")
+    axes.grid(color=_GRID, which="major")
 
 
 def speed_chart(plans: Sequence[dict[str, Any]]) -> str:
@@ -168,7 +183,7 @@ def speed_chart(plans: Sequence[dict[str, Any]]) -> str:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("sequences")
     axes.set_ylabel("tokens/s, all sequences")
-    axes.grid(color="#e4e4e4")
+    axes.grid(color=_GRID)
     axes.legend(frameon=False, fontsize=9)
     return _svg(figure, "tokens a second over the number of sequences")
 
@@ -208,6 +223,6 @@ def roofline_chart(plans: Sequence[dict[str, Any]]) -> str:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("FLOPs a byte moved (numbers: sequences in the step)")
     axes.set_ylabel("TFLOP/s of one device")
-    axes.grid(color="#e4e4e4")
+    axes.grid(color=_GRID)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     return _svg(figure, "arithmetic intensity of decode steps under the roofs of one device")

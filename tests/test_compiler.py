@@ -77,7 +77,8 @@ def test_fp8_and_fp4_bytes_are_kept(tmp_path: Path) -> None:
 def build_elsewhere(checkpoint: Path, folder: Path, seed: str) -> bytes:
     folder.mkdir()
     code = (
-        "import sys; from pathlib import Path; from dsv4c.compiler import build_engine; from dsv4c.recipe import Recipe;"
+        "import sys; from pathlib import Path\n"
+        "from dsv4c.compiler import build_engine; from dsv4c.recipe import Recipe\n"
         "build_engine(Path(sys.argv[1]), Recipe.for_target('cpu', None), Path('engine.dsv4c'), goldens=False)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "TZ": f"UTC{seed}"}

@@ -1,7 +1,7 @@
 """Which operators each target has code for.
 
-On the cpu target the code is in the runtime library (`runtime/src/cpu/registry.cc` is the same list, and a test compares
-the two). A target that compiles kernels will name their sources here.
+On the cpu target the code is in the runtime library (`runtime/src/cpu/registry.cc` is the same list, which a test
+compares). A target that compiles kernels will name their sources here.
 """
 
 from dsv4c.errors import KernelError

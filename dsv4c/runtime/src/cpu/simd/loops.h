@@ -34,6 +34,10 @@ struct Loops {
   static constexpr int64_t kTileChunks = 16;
   static constexpr int64_t kTileColumns = kTileChunks * kChunk;
 
+  // Chunks in a cache line of codes.
+  template <Encoding E>
+  static constexpr int64_t kLineChunks = chunk_bytes(E) < 64 ? 64 / chunk_bytes(E) : 1;
+
   // Chunks first..first+count of R rows, times T rows of x.
   template <Encoding E, int R, int T>
   static DSV4C_INLINE void accumulate(const StoredRows& w, int64_t first, int64_t count, const float* const* x,
@@ -50,8 +54,12 @@ struct Loops {
       }
       for (; chunk < end; ++chunk) {
         for (int r = 0; r < R; ++r) {
+          const uint8_t* codes = w.codes + r * w.row_bytes + chunk * chunk_bytes(E);
+          // The next rows, a cache line at a time. The processor's own prefetching ends with the page, and rows are
+          // often no longer than that.
+          if (E != Encoding::F32 && chunk % kLineChunks<E> == 0) __builtin_prefetch(codes + R * w.row_bytes, 0, 2);
           F values[kVectors];
-          V::template decode<E>(w.codes + r * w.row_bytes + chunk * chunk_bytes(E), factors[r], values);
+          V::template decode<E>(codes, factors[r], values);
           for (int t = 0; t < T; ++t) {
             for (int v = 0; v < kVectors; ++v) {
               sums[r][t] = V::fma(values[v], V::load(x[t] + chunk * kChunk + v * kLanes), sums[r][t]);
