@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
-from dsv4c import doctor, doctor_engine, doctor_machine, doctor_probes
-from dsv4c.doctor import examine
-from dsv4c.doctor_engine import engine_memory
-from dsv4c.doctor_probes import probe
-from dsv4c.doctor_report import Check, Need, Report, State
+from dsv4c.doctor import engine as doctor_engine
+from dsv4c.doctor import examination as doctor
+from dsv4c.doctor import machine as doctor_machine
+from dsv4c.doctor import probes as doctor_probes
+from dsv4c.doctor.engine import engine_memory
+from dsv4c.doctor.examination import examine
+from dsv4c.doctor.probes import probe
+from dsv4c.doctor.report import Check, Need, Report, State
 from dsv4c.engine.reader import read_engine
 from dsv4c.errors import DoctorError, InputError, RecipeError
 from dsv4c.runtime.library import ABI_VERSION

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -64,8 +65,6 @@ CASES = {**CONFIGS, "mixed": MIXED}
 
 @cache
 def config_folder(name: str) -> Path:
-    from tempfile import mkdtemp
-
     return write_config(Path(mkdtemp(prefix="dsv4c-config-")) / name, RELEASED[name])
 
 

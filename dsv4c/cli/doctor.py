@@ -6,7 +6,7 @@ import click
 
 from dsv4c.cli.options import json_option, print_json
 from dsv4c.cli.stdout import write_stdout
-from dsv4c.doctor import examine
+from dsv4c.doctor.examination import examine
 
 
 @click.command("doctor")

@@ -22,7 +22,7 @@ def main() -> int:
         if package not in _PACKAGES:
             raise
         if sys.argv[1:2] == ["doctor"]:
-            return _main_of("dsv4c.doctor", sys.argv[2:])
+            return _main_of("dsv4c.doctor.examination", sys.argv[2:])
         problem = InputError(
             f"this command needs the Python package {package}, which is not installed",
             hint="install dsv4c again without `--no-deps`; without these packages only `dsv4c.runtime` and "

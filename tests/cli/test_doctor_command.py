@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dsv4c import doctor
 from dsv4c.cli.main import main
+from dsv4c.doctor import examination as doctor
 from tests.runtime.hand_engine import write_engine
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ the whole project is tested:
 
     checkpoint: overlapping or out-of-range extents, header of 2^63 bytes,
         invalid JSON or UTF-8, duplicate names, padding and key order       checkpoint/test_safetensors.py
-    checkpoint: headers damaged at random                                   checkpoint/test_corruption.py
+    checkpoint: headers damaged at random                                   checkpoint/test_header_corruption.py
     checkpoint: scales that decode to NaN, NaN and infinite weights,
         ids that are no experts, an expert of zeros                         checkpoint/test_scan.py
     config that contradicts itself or the tensors (top-k above the experts,

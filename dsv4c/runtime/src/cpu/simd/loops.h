@@ -53,13 +53,15 @@ struct Loops {
         factors[r] = V::template factor<E>(w.scales == nullptr ? 1.0f : w.scales[r * w.scale_stride + group]);
       }
       for (; chunk < end; ++chunk) {
+        // The next rows, a cache line at a time. The processor's own prefetching ends with the page, and rows are often
+        // no longer than that.
+        if (E != Encoding::F32 && chunk % kLineChunks<E> == 0) {
+          const uint8_t* next = w.codes + R * w.row_bytes + chunk * chunk_bytes(E);
+          for (int r = 0; r < R; ++r) __builtin_prefetch(next + r * w.row_bytes, 0, 2);
+        }
         for (int r = 0; r < R; ++r) {
-          const uint8_t* codes = w.codes + r * w.row_bytes + chunk * chunk_bytes(E);
-          // The next rows, a cache line at a time. The processor's own prefetching ends with the page, and rows are
-          // often no longer than that.
-          if (E != Encoding::F32 && chunk % kLineChunks<E> == 0) __builtin_prefetch(codes + R * w.row_bytes, 0, 2);
           F values[kVectors];
-          V::template decode<E>(codes, factors[r], values);
+          V::template decode<E>(w.codes + r * w.row_bytes + chunk * chunk_bytes(E), factors[r], values);
           for (int t = 0; t < T; ++t) {
             for (int v = 0; v < kVectors; ++v) {
               sums[r][t] = V::fma(values[v], V::load(x[t] + chunk * kChunk + v * kLanes), sums[r][t]);

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsv4c.doctor_report import Check, State, size_text
+from dsv4c.doctor.report import Check, State, size_text
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")

@@ -25,16 +25,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4c.doctor_engine import check_driver, check_engine
-from dsv4c.doctor_machine import (
+from dsv4c.doctor.engine import check_driver, check_engine
+from dsv4c.doctor.machine import (
     check_home,
     check_memory,
     check_processor,
     check_temporary_folder,
     check_work_folder,
 )
-from dsv4c.doctor_probes import installed_version, probe
-from dsv4c.doctor_report import DEFAULT_TARGET, Check, Need, Report, State, Verdict, failed_check
+from dsv4c.doctor.probes import installed_version, probe
+from dsv4c.doctor.report import DEFAULT_TARGET, Check, Need, Report, State, Verdict, failed_check
 from dsv4c.engine.reader import EngineReader, read_engine
 from dsv4c.errors import Dsv4cError, EngineFormatError, InputError
 from dsv4c.target import COMING_TARGETS, TARGETS, find_target
@@ -292,7 +292,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error.to_text(), file=sys.stderr)
         return error.exit_code
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsv4c.doctor_machine import PROC, read_text
+from dsv4c.doctor.machine import PROC, read_text
 from dsv4c.errors import Dsv4cError
 
 # A cold import of torch from a slow disk takes tens of seconds; what takes longer hangs.
@@ -26,7 +26,7 @@ import json, os, sys
 out = os.dup(1)
 os.dup2(2, 1)  # what a package prints is not the answer
 sys.path[:] = json.loads(sys.argv[1])
-from dsv4c.doctor_probes import answer_probe
+from dsv4c.doctor.probes import answer_probe
 os.write(out, json.dumps(answer_probe(*sys.argv[2:])).encode())
 os._exit(0)  # no exit handlers of what was loaded
 """

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4c.doctor_machine import available_bytes
-from dsv4c.doctor_report import DEFAULT_TARGET, Check, Need, State, size_text
+from dsv4c.doctor.machine import available_bytes
+from dsv4c.doctor.report import DEFAULT_TARGET, Check, Need, State, size_text
 from dsv4c.engine.format import Bucket, SectionType
 from dsv4c.engine.format import State as StatePlane
 from dsv4c.engine.reader import EngineReader
