@@ -24,8 +24,8 @@ from dsv4c.plan.execution_plan import ExecutionPlan
 from dsv4c.plan.lowering import lower_graph
 from dsv4c.plan.printer import format_plan
 from dsv4c.plan.reference_run import extent_bytes
-from dsv4c.planning_capacity import Fit, build_fit, check_memory, require_fit
-from dsv4c.planning_targets import find_plan_target
+from dsv4c.planning.capacity import Fit, build_fit, check_memory, require_fit
+from dsv4c.planning.targets import find_plan_target
 from dsv4c.recipe import Recipe
 from dsv4c.text import TOKENIZER_FILE
 from dsv4c.version import VERSION
@@ -51,7 +51,7 @@ class BuildReport:
     state_bytes_per_slot: int
     state_bytes_per_token: float
     memory_bytes: int
-    memory_needed_bytes: int  # to serve one sequence of the default context (dsv4c/planning_capacity.py)
+    memory_needed_bytes: int  # to serve one sequence of the default context (dsv4c/planning/capacity.py)
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from dsv4c.checkpoint.checkpoint import Checkpoint, WeightInfo
 from dsv4c.checkpoint.config import LayerConfig, LayerKind
 from dsv4c.checkpoint.formats import Encoding
-from dsv4c.releases import DRAFT_NAMES, FIRST_EXPERT, draft_kind, identify
+from dsv4c.checkpoint.releases import DRAFT_NAMES, FIRST_EXPERT, draft_kind, identify
 from dsv4c.wording import counted
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from dsv4c.checkpoint.checkpoint import WeightInfo
 from dsv4c.checkpoint.config import ModelConfig
 from dsv4c.checkpoint.names import Naming, stored_name
-from dsv4c.planning_source import open_source
+from dsv4c.planning.source import open_source
 from tests.fixtures import config_of
 
 _COMMON: dict[str, Any] = {

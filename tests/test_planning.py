@@ -20,12 +20,12 @@ from dsv4c.passes.pass_manager import PassContext, run_passes
 from dsv4c.passes.pipeline import build_pipeline
 from dsv4c.plan.execution_plan import ExecutionPlan
 from dsv4c.plan.lowering import lower_graph
-from dsv4c.planning import PlanOptions, make_plan
-from dsv4c.planning_layers import ModelPlan, plan_model
-from dsv4c.planning_roofline import decode_traffic
-from dsv4c.planning_source import open_source, released_weights
-from dsv4c.planning_splits import check_ep, check_tp
-from dsv4c.planning_targets import PLAN_TARGETS, find_plan_target, plan_recipe
+from dsv4c.planning.layers import ModelPlan, plan_model
+from dsv4c.planning.model_plan import PlanOptions, make_plan
+from dsv4c.planning.roofline import decode_traffic
+from dsv4c.planning.source import open_source, released_weights
+from dsv4c.planning.splits import check_ep, check_tp
+from dsv4c.planning.targets import PLAN_TARGETS, find_plan_target, plan_recipe
 from dsv4c.recipe import Numerics, Recipe, WeightsRecipe
 from dsv4c.runtime.engine import Engine
 from tests.fixtures import TINY_OFFICIAL, Naming, config_of, random_weights, tiny_config_json, write_checkpoint

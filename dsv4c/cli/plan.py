@@ -8,12 +8,12 @@ import click
 from dsv4c.cli.options import json_option, print_json
 from dsv4c.cli.stdout import write_stdout
 from dsv4c.errors import InputError
-from dsv4c.planning_charts import require_charts
-from dsv4c.planning_compare import comparison
-from dsv4c.planning_html import plan_page
-from dsv4c.planning_tables import render
-from dsv4c.planning_targets import PLAN_TARGETS, find_plan_target, plan_recipe
-from dsv4c.planning_text import model_lines, plan_sections, summary_lines
+from dsv4c.planning.charts import require_charts
+from dsv4c.planning.compare import comparison
+from dsv4c.planning.html import plan_page
+from dsv4c.planning.tables import render
+from dsv4c.planning.targets import PLAN_TARGETS, find_plan_target, plan_recipe
+from dsv4c.planning.text import model_lines, plan_sections, summary_lines
 
 _PATH = click.Path(path_type=Path)
 _POSITIVE = click.IntRange(min=1)
@@ -75,8 +75,8 @@ def plan_command(
         _check_page(html)
         require_charts()
     # Here and not above: planning loads torch, which takes seconds, and `--help` needs none of it.
-    from dsv4c.planning import PlanOptions, make_plan
-    from dsv4c.planning_source import open_source
+    from dsv4c.planning.model_plan import PlanOptions, make_plan
+    from dsv4c.planning.source import open_source
 
     source = open_source(model)
     options = PlanOptions(context, slots, tp, ep)

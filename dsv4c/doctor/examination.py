@@ -143,7 +143,7 @@ class _Examination:
         return Report(checks, verdicts)
 
     def _checks(self) -> Iterator[Check]:
-        yield Check("dsv4c", State.OK, f"{VERSION} in {Path(__file__).parent}")
+        yield Check("dsv4c", State.OK, f"{VERSION} in {Path(__file__).parents[1]}")
         yield Check("python", State.OK, f"{platform.python_version()}, {sys.executable}")
         yield self._library()
         yield from map(self._package, _PACKAGES)
@@ -172,7 +172,7 @@ class _Examination:
         if "error" not in answer:
             state = State.OK if needs & self.asked else State.NOT_NEEDED
             return Check("library", state, f"{answer['path']}, ABI {answer['abi_version']}", None, needs, answer)
-        source = Path(__file__).parents[1]
+        source = Path(__file__).parents[2]
         mend: str | None
         if os.environ.get("DSV4C_LIBRARY"):
             mend = "unset DSV4C_LIBRARY"

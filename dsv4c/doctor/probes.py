@@ -67,7 +67,7 @@ def installed_version(package: str) -> str | None:
 
 def _load_runtime() -> Any:
     """dsv4c.runtime.library by its file: the package around it needs numpy."""
-    path = Path(__file__).parent / "runtime" / "library.py"
+    path = Path(__file__).parents[1] / "runtime" / "library.py"
     spec = importlib.util.spec_from_file_location("dsv4c_runtime_library", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

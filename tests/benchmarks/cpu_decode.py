@@ -4,7 +4,7 @@ python -m tests.benchmarks.cpu_decode [--threads N] [--layers L] [--formats bf16
 
 - `small` rows: tokens/s of the trained tests/data/tiny-v4-official, prefill and decode, beside transformers on the same
   weights (dequantised, fp32, cached decode) with as many threads; `ratio` is ours over theirs.
-- `wide` rows: a synthetic checkpoint of 60 M parameters a layer, built once per format, one slot. gb_per_s is the
+- `wide` rows: a synthetic checkpoint of 20 M parameters a layer, built once per format, one slot. gb_per_s is the
   engine's weights (without the embedding table) over the time of a decode step; read_gb_per_s is a plain sum over as
   many bytes by as many threads; `ratio` is the share of it. cached_gb_per_s is the same kernel on weights that stay in
   a core's cache, times the threads: what its instructions allow if memory were free.
@@ -249,7 +249,7 @@ def _names(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="decode speed of the cpu target, as CSV")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--layers", type=int, default=16, help="of the wide checkpoint")
+    parser.add_argument("--layers", type=int, default=64, help="of the wide checkpoint")
     parser.add_argument("--formats", type=_names, default=list(FORMATS))
     parser.add_argument("--skip", type=_names, default=[])
     arguments = parser.parse_args()

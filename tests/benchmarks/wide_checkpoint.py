@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.fixtures import config_of, expected_weights, tiny_config_json
 
-# 60 M parameters a layer, nearly all of them in the experts.
+# 20 M parameters a layer, nearly all of them in the experts.
 WIDE: dict[str, Any] = {
     "hidden_size": 2048,
-    "moe_intermediate_size": 1024,
+    "moe_intermediate_size": 256,
     "n_routed_experts": 8,
     "num_experts_per_tok": 8,
     "num_hash_layers": 0,

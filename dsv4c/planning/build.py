@@ -8,8 +8,8 @@ from dsv4c.engine.format import CHUNK_BYTES, SECTION_ALIGN, ChunkHeader
 from dsv4c.engine.goldens import SAMPLES
 from dsv4c.graph.annotations import Parameter
 from dsv4c.plan.execution_plan import TensorRef
-from dsv4c.planning_layers import ModelPlan
-from dsv4c.planning_source import PlanSource
+from dsv4c.planning.layers import ModelPlan
+from dsv4c.planning.source import PlanSource
 from dsv4c.step_abi import Space
 
 # Anonymous memory of a build of the bundled model, and what a tensor of the checkpoint adds; measured on x86-64.

@@ -14,7 +14,7 @@ from dsv4c.checkpoint.config import ModelConfig
 from dsv4c.checkpoint.formats import Encoding
 from dsv4c.checkpoint.tensor_classes import EXPERT
 from dsv4c.graph.annotations import Parameter
-from dsv4c.planning_layers import ModelPlan, extent_layer
+from dsv4c.planning.layers import ModelPlan, extent_layer
 
 # Ranks that a table shows: what servers have, and a few that are asked for in vain.
 TP_SIZES = (1, 2, 3, 4, 6, 8, 16)

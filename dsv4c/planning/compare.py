@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dsv4c.planning_tables import Section, context_text, size_text
-from dsv4c.planning_text import speed_text, verdict_lines
+from dsv4c.planning.tables import Section, context_text, size_text
+from dsv4c.planning.text import speed_text, verdict_lines
 
 
 def comparison(plans: Sequence[dict[str, Any]]) -> Section:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from dsv4c.checkpoint.checkpoint import Checkpoint, WeightInfo
 from dsv4c.errors import PlanError
 from dsv4c.plan.execution_plan import ExecutionPlan
-from dsv4c.planning_layers import ModelPlan, extent_layer, plan_model, plane_bytes
-from dsv4c.planning_source import PlanSource
-from dsv4c.planning_splits import Share, check_ep, check_tp, rank_weight_bytes, share_bytes, share_of
-from dsv4c.planning_targets import PlanTarget
+from dsv4c.planning.layers import ModelPlan, extent_layer, plan_model, plane_bytes
+from dsv4c.planning.source import PlanSource
+from dsv4c.planning.splits import Share, check_ep, check_tp, rank_weight_bytes, share_bytes, share_of
+from dsv4c.planning.targets import PlanTarget
 from dsv4c.recipe import Recipe
 
 DEFAULT_CONTEXT = 8192

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from dsv4c.graph.annotations import Parameter
 from dsv4c.plan.cost import distinct_experts, tensor_bytes
 from dsv4c.plan.execution_plan import Launch, TensorRef
-from dsv4c.planning_layers import ModelPlan
-from dsv4c.planning_splits import Share, share_of
+from dsv4c.planning.layers import ModelPlan
+from dsv4c.planning.splits import Share, share_of
 from dsv4c.step_abi import Space
 
 _GATHERS = ("embedding", "route_hash", "gather_rows")

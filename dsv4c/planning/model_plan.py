@@ -1,6 +1,6 @@
 """`dsv4c plan`: what a model needs on a target, from config and headers alone.
 
-`make_plan` collects the facts, as JSON-ready data with stable keys; `planning_text` and `planning_html` show them.
+`make_plan` collects the facts, as JSON-ready data with stable keys; `text.py` and `html.py` show them.
 Sizes are bytes, unless a key says otherwise; GB are decimal.
 """
 
@@ -12,14 +12,14 @@ from dsv4c.checkpoint.checkpoint import WeightInfo
 from dsv4c.checkpoint.config import LayerKind
 from dsv4c.checkpoint.tensor_classes import TensorClass, tensor_class
 from dsv4c.errors import InputError, PlanError
-from dsv4c.planning_build import build_needs
-from dsv4c.planning_capacity import Capacity, Fit, default_context, stored_bytes
-from dsv4c.planning_kernels import kernel_uses
-from dsv4c.planning_layers import ModelPlan, plan_model
-from dsv4c.planning_roofline import DecodeTraffic, decode_traffic
-from dsv4c.planning_source import PlanSource
-from dsv4c.planning_splits import EP_SIZES, TP_SIZES, SplitCheck, check_ep, check_tp
-from dsv4c.planning_targets import PlanTarget
+from dsv4c.planning.build import build_needs
+from dsv4c.planning.capacity import Capacity, Fit, default_context, stored_bytes
+from dsv4c.planning.kernels import kernel_uses
+from dsv4c.planning.layers import ModelPlan, plan_model
+from dsv4c.planning.roofline import DecodeTraffic, decode_traffic
+from dsv4c.planning.source import PlanSource
+from dsv4c.planning.splits import EP_SIZES, TP_SIZES, SplitCheck, check_ep, check_tp
+from dsv4c.planning.targets import PlanTarget
 from dsv4c.recipe import Recipe
 
 CONTEXTS = (8192, 131072, 1048576)

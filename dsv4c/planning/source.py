@@ -10,11 +10,11 @@ from dsv4c.checkpoint.checkpoint import WeightInfo, expected_weights, open_check
 from dsv4c.checkpoint.config import ModelConfig, parse_config
 from dsv4c.checkpoint.formats import FP4_GROUP, Encoding
 from dsv4c.checkpoint.names import scale_name
+from dsv4c.checkpoint.releases import FIRST_EXPERT, DraftKind, ModelIdentity, draft_kind, identify
 from dsv4c.checkpoint.safetensors import INDEX_NAME, StoredTensor, read_json
 from dsv4c.checkpoint.shapes import Shapes, dspark_shapes, mtp_shapes
 from dsv4c.checkpoint.tensor_classes import DENSE, EXPERT
 from dsv4c.errors import InputError
-from dsv4c.releases import FIRST_EXPERT, DraftKind, ModelIdentity, draft_kind, identify
 
 _MAX_CONFIG_BYTES = 8 << 20
 # Of the released DSpark modules, for configs that do not say.

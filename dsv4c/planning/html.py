@@ -4,10 +4,10 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from dsv4c.planning_charts import memory_chart, roofline_chart, speed_chart, state_chart
-from dsv4c.planning_compare import comparison
-from dsv4c.planning_tables import Section
-from dsv4c.planning_text import model_lines, plan_sections, target_lines, verdict_lines
+from dsv4c.planning.charts import memory_chart, roofline_chart, speed_chart, state_chart
+from dsv4c.planning.compare import comparison
+from dsv4c.planning.tables import Section
+from dsv4c.planning.text import model_lines, plan_sections, target_lines, verdict_lines
 from dsv4c.version import VERSION
 
 _STYLE = """

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dsv4c.planning_tables import Section, context_text, size_text
+from dsv4c.planning.tables import Section, context_text, size_text
 from dsv4c.wording import counted
 
 _SHOWN_REASONS = 2

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsv4c.errors import InputError
-from dsv4c.planning_tables import context_text, size_text
+from dsv4c.planning.tables import context_text, size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

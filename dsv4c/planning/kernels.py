@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dsv4c.graph.annotations import Parameter
 from dsv4c.graph.parameters import PACKED
 from dsv4c.plan.execution_plan import Launch, TensorRef
-from dsv4c.planning_layers import LAYER_NAME, ModelPlan
+from dsv4c.planning.layers import LAYER_NAME, ModelPlan
 from dsv4c.step_abi import Dim, Space
 
 _SYMBOLS = {Dim.TOKENS: "T", Dim.LOGITS: "R", Dim.SLOTS: "S", Dim.BLOCKS: "B", Dim.TABLE: "M"}
