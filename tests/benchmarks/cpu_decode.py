@@ -10,10 +10,11 @@ python -m tests.benchmarks.cpu_decode [--threads N] [--layers L] [--formats bf16
   a core's cache, times the threads: what its instructions allow if memory were free.
 
 Speeds are those of the fastest repetition, and what is compared is repeated in turns. A whole step of the wide model
-takes longer than a system with other work leaves it alone, so there the fastest run of every launch counts, and of every
-part of the sum, which is cut into one part per layer; tokens_per_s is of the step put together of those launches.
+takes longer than a busy or throttled machine leaves it alone, so there the fastest run of every launch counts, and of
+every part of the sum, which is cut into one part per layer; tokens_per_s is of the step put together of those launches.
 
-Instructions: with AVX-512 the loop over a chunk of 32 weights of one row takes, besides a ninth to share the row of x
+Instructions: with AVX-512 the loop over a chunk of 32 weights of one row takes, besides prefetching and an eighth of
+the loads of x
   bf16   6 for 64 bytes: 2 widening loads, 2 shifts, 2 multiply-adds                             0.09 a byte
   int8   8 for 32 bytes: 2 widening loads, 2 conversions, 2 scalings, 2 multiply-adds            0.25 a byte
   fp8    9 for 32 bytes: 1 widening load, shift, mask, 1 extract, 2 conversions from half (two
@@ -249,7 +250,7 @@ def _names(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="decode speed of the cpu target, as CSV")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--layers", type=int, default=64, help="of the wide checkpoint")
+    parser.add_argument("--layers", type=int, default=48, help="of the wide checkpoint")
     parser.add_argument("--formats", type=_names, default=list(FORMATS))
     parser.add_argument("--skip", type=_names, default=[])
     arguments = parser.parse_args()
