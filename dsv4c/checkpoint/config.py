@@ -241,6 +241,9 @@ def parse_config(data: Mapping[str, object], where: str) -> ModelConfig:
     size = fields.integer
     count, head_dim, vocab_size = size("num_hidden_layers"), size("head_dim"), size("vocab_size")
     theta, compress_theta, yarn = _parse_rope(fields)
+    for key, base in (("rope_theta", theta), ("compress_rope_theta", compress_theta)):
+        if base <= 1:
+            raise fields.error(f"`{key}` is {base}, expected more than 1: rotary frequencies are its negative powers")
     block, expert_dtype = parse_quantization(fields)
     bos = parse_token_ids(fields, "bos_token_id", vocab_size)
     if len(bos) > 1:

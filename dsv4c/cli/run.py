@@ -1,5 +1,6 @@
 """`dsv4c run`."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,9 +132,16 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is None and prompt_file is None:
         raise click.UsageError("give a PROMPT, or --prompt-file, or - to read stdin")
     if prompt is not None and prompt != "-":
-        return prompt
+        return _as_utf8(os.fsencode(prompt), "the command line")
     source = "stdin" if prompt_file is None else str(prompt_file)
-    data = sys.stdin.buffer.read() if prompt_file is None else prompt_file.read_bytes()
+    if prompt_file is not None:
+        return _as_utf8(prompt_file.read_bytes(), source)
+    if sys.stdin is None:
+        raise InputError("stdin is closed", hint="give a PROMPT or --prompt-file")
+    return _as_utf8(sys.stdin.buffer.read(), source)
+
+
+def _as_utf8(data: bytes, source: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -7,6 +7,9 @@ from dsv4c.errors import InputError
 
 
 def write_stdout(text: str) -> None:
+    # Python leaves a stream out that was closed before it started.
+    if sys.stdout is None:
+        raise InputError("stdout is closed", hint="send the output somewhere")
     try:
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()

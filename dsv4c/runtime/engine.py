@@ -7,6 +7,7 @@ with Engine.open("model.dsv4c") as engine:
 
 import ctypes
 import json
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv4c.engine.format import SectionType
-from dsv4c.errors import SessionError
+from dsv4c.errors import EngineFormatError, SessionError
 from dsv4c.runtime import library as lib
 from dsv4c.runtime.step_arrays import INT32_MAX, Ids, IntArray, StepArrays, address_of, int32_array, mask_words
 from dsv4c.runtime.trace import LaunchTime, TraceOutput, layer_of, read_trace_output
@@ -120,7 +121,8 @@ class Session:
         each = [sampling] * rows if isinstance(sampling, Sampling) else list(sampling)
         if len(each) != rows:
             raise SessionError(f"{len(each)} samplings for {rows} logits rows")
-        temperature = np.array([s.temperature for s in each], np.float32)
+        with np.errstate(over="ignore"):  # infinite then, which the session refuses
+            temperature = np.array([s.temperature for s in each], np.float32)
         top_k = int32_array([s.top_k for s in each], "top_k")
         top_p = np.array([s.top_p for s in each], np.float32)
         seed = np.array([s.seed & 0xFFFFFFFFFFFFFFFF for s in each], np.uint64)
@@ -203,6 +205,7 @@ class Session:
 
     def truncate(self, slot: int, position: int) -> None:
         """Forget positions from `position` on: 0, or at most `rollback_rows` below the highest position reached."""
+        position = operator.index(position)
         if not 0 <= position < 2**32:
             raise SessionError(f"slot {slot} cannot be truncated to position {position}")
         lib.check(self._library.dsv4c_session_truncate(self._open().pointer, _slot(slot), position))
@@ -227,9 +230,10 @@ class Session:
 
 
 def _slot(slot: int) -> int:
+    slot = operator.index(slot)
     if not 0 <= slot <= INT32_MAX:
         raise SessionError(f"slot {slot} does not exist")
-    return int(slot)
+    return slot
 
 
 class Engine:
@@ -250,6 +254,8 @@ class Engine:
         library = lib.load_library()
         if threads is not None and not 1 <= threads <= 4096:
             raise SessionError(f"threads is {threads}, expected 1 to 4096")
+        if b"\0" in os.fsencode(path):
+            raise EngineFormatError(f"{os.fspath(path)!r} holds a zero byte and names no file")
         options = lib.EngineOptions(struct_size=ctypes.sizeof(lib.EngineOptions), threads=threads or 0)
         pointer = ctypes.c_void_p()
         status = library.dsv4c_engine_open(os.fsencode(path), ctypes.byref(options), ctypes.byref(pointer))

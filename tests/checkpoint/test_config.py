@@ -217,3 +217,10 @@ def test_folder_errors(tmp_path: Path) -> None:
         read_config(tmp_path)
     with pytest.raises(CheckpointError, match="is a file, expected a checkpoint folder"):
         read_config(path)
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "compress_rope_theta"])
+@pytest.mark.parametrize("base", [1, 0.5])
+def test_rotary_base_without_frequencies(key: str, base: float) -> None:
+    with pytest.raises(CheckpointError, match=f"`{key}` is .*expected more than 1"):
+        parse_config(tiny_config_json(**{key: base}), "config.json")

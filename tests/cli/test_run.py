@@ -174,3 +174,23 @@ def test_reader_that_goes_away_ends_quietly(tiny_engine: Path) -> None:
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "message"),
+    [
+        ('"$(printf "a\\377b")"', "", "the prompt from the command line is not UTF-8"),
+        ("hi", ">&-", "stdout is closed"),
+        ("-", "<&-", "stdin is closed"),
+    ],
+    ids=["bytes", "stdout", "stdin"],
+)
+def test_streams_and_arguments_that_are_no_text(
+    tiny_engine: Path, arguments: str, redirection: str, message: str
+) -> None:
+    command = f'"{sys.executable}" -m dsv4c run "{tiny_engine}" {arguments} --max-tokens 1 {redirection}'
+    result = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
+    assert result.returncode == 12
+    assert result.stderr.startswith(f"error: {message}")
