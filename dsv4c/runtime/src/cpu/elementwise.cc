@@ -68,7 +68,8 @@ void gather_rows(const KernelArgs& args, ThreadPool& pool) {
               row_count(y) == y.size[0] * inner,
           "gather_rows has an output of another shape");
   const size_t bytes = static_cast<size_t>(row_width(x) * dtype_size(x.dtype));
-  pool.parallel_for(y.size[0], piece_items(y.size[0], y.size[0] * inner * row_width(x)), [&](int64_t begin, int64_t end) {
+  const int64_t grain = piece_items(y.size[0], y.size[0] * inner * row_width(x));
+  pool.parallel_for(y.size[0], grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t i = 0; i < inner; ++i) {
         std::memcpy(row_address(y, row * inner + i), row_address(x, rows[row] * inner + i), bytes);

@@ -72,7 +72,9 @@ void rope(const KernelArgs& args, ThreadPool& pool) {
   require(same_rows(x, y) && 2 * half <= width && args.tensor(1).size[0] == x.size[0],
           "rope has sizes that do not fit each other");
   const int64_t heads = row_count(x) / std::max<int64_t>(x.size[0], 1);
-  pool.parallel_for(x.size[0], piece_items(x.size[0], x.size[0] * (4 * heads * width + 64 * half)), [&](int64_t begin, int64_t end) {
+  // A sine or cosine costs as much as some thirty other operations.
+  const int64_t work = x.size[0] * (4 * heads * width + 64 * half);
+  pool.parallel_for(x.size[0], piece_items(x.size[0], work), [&](int64_t begin, int64_t end) {
     const Floats values = make_floats(width);
     const Floats cosine = make_floats(half);
     const Floats sine = make_floats(half);

@@ -45,7 +45,8 @@ void route_topk(const KernelArgs& args, ThreadPool& pool) {
   const int64_t experts = row_width(logits);
   require(k >= 0 && k <= experts && static_cast<int64_t>(bias.size()) == experts,
           "route_topk has sizes that do not fit each other");
-  pool.parallel_for(logits.size[0], piece_items(logits.size[0], kScoreWork * logits.size[0] * experts), [&](int64_t begin, int64_t end) {
+  const int64_t grain = piece_items(logits.size[0], kScoreWork * logits.size[0] * experts);
+  pool.parallel_for(logits.size[0], grain, [&](int64_t begin, int64_t end) {
     const Floats scores = make_floats(experts);
     const Floats biased = make_floats(experts);
     std::vector<int32_t> order(static_cast<size_t>(experts));
@@ -74,7 +75,8 @@ void route_hash(const KernelArgs& args, ThreadPool& pool) {
   const float scale = static_cast<float>(args.real(3));
   const int64_t experts = row_width(logits);
   if (table.dtype != DType::I64) unsupported("a hash table of experts", table.dtype);
-  pool.parallel_for(logits.size[0], piece_items(logits.size[0], kScoreWork * logits.size[0] * experts), [&](int64_t begin, int64_t end) {
+  const int64_t grain = piece_items(logits.size[0], kScoreWork * logits.size[0] * experts);
+  pool.parallel_for(logits.size[0], grain, [&](int64_t begin, int64_t end) {
     const Floats scores = make_floats(experts);
     for (int64_t row = begin; row < end; ++row) {
       read_row(logits, row, scores.get());
