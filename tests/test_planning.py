@@ -13,7 +13,7 @@ from dsv4c.checkpoint.checkpoint import WeightInfo, expected_weights, open_check
 from dsv4c.checkpoint.config import ModelConfig
 from dsv4c.compiler import build_engine
 from dsv4c.engine.reader import read_engine
-from dsv4c.errors import InputError, PlanError
+from dsv4c.errors import InputError, PlanError, RecipeError
 from dsv4c.graph.builder import build_graph
 from dsv4c.inspection import summarize_checkpoint
 from dsv4c.passes.pass_manager import PassContext, run_passes
@@ -338,3 +338,14 @@ def test_plan_is_json(small: tuple[Path, Path]) -> None:
     # Nobody knows this machine's bandwidth.
     assert all(row["tokens_per_second"] is None for row in plan["decode"]["tokens_per_second"])
     assert {use["kernel"] for use in plan["kernels"]} == set(read_engine(small[1]).manifest["kernels"])
+
+
+def test_modules_of_a_target() -> None:
+    assert find_plan_target("orin").product == find_plan_target("orin", module="agx-64").product
+    small = find_plan_target("orin", module="nano-8")
+    assert small.memory_bytes == 8_000_000_000 and small.arch == "sm_87"
+    assert find_plan_target("h100", module="pcie").sm_count == 114
+    with pytest.raises(RecipeError, match="unknown module 'nano' of target orin"):
+        find_plan_target("orin", module="nano")
+    with pytest.raises(RecipeError, match="unknown module 'x' of target cpu"):
+        find_plan_target("cpu", module="x")

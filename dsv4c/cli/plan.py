@@ -12,7 +12,7 @@ from dsv4c.planning.charts import require_charts
 from dsv4c.planning.compare import comparison
 from dsv4c.planning.html import plan_page
 from dsv4c.planning.tables import render
-from dsv4c.planning.targets import PLAN_TARGETS, find_plan_target, plan_recipe
+from dsv4c.planning.targets import MODULES, PLAN_TARGETS, find_plan_target, plan_recipe
 from dsv4c.planning.text import model_lines, plan_sections, summary_lines
 
 _PATH = click.Path(path_type=Path)
@@ -29,6 +29,11 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--slots", type=_POSITIVE, default=1, show_default=True, help="Sequences at once.")
 @click.option("--tp", type=_POSITIVE, default=1, show_default=True, help="Ranks that share every matrix.")
 @click.option("--ep", type=_POSITIVE, default=1, show_default=True, help="Groups that share the experts.")
+@click.option(
+    "--module",
+    metavar="NAME",
+    help="A product of the target: " + "; ".join(f"{t}: {', '.join(m)}" for t, m in MODULES.items()) + ".",
+)
 @click.option(
     "--memory",
     type=click.FloatRange(min=0, min_open=True),
@@ -54,6 +59,7 @@ def plan_command(
     slots: int,
     tp: int,
     ep: int,
+    module: str | None,
     memory: float | None,
     bandwidth: float | None,
     compare: str | None,
@@ -66,7 +72,7 @@ def plan_command(
     read, or a config.json alone. Does it fit, in how many devices and how split,
     how long a context, how fast at best, and which kernel runs on which shape.
     """
-    chosen = [find_plan_target(target, memory, bandwidth)]
+    chosen = [find_plan_target(target, memory, bandwidth, module)]
     recipes = [plan_recipe(chosen[0], recipe)]
     if compare is not None:
         chosen.append(find_plan_target(compare))

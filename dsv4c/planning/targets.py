@@ -60,6 +60,38 @@ PLAN_TARGETS: dict[str, PlanTarget] = {
     ),
 }
 
+# Other products of a target: memory, bandwidth and SM count differ, the kernels do not. NVIDIA's data sheets; no tensor
+# rate where the sheet gives only that of GPU and accelerators together.
+_ORIN = PLAN_TARGETS["orin"]
+MODULES: dict[str, dict[str, PlanTarget]] = {
+    "h100": {
+        "sxm": PLAN_TARGETS["h100"],
+        "pcie": replace(
+            PLAN_TARGETS["h100"], product="H100 PCIe 80 GB", bandwidth=2039 * GB, flops=756e12, sm_count=114
+        ),
+    },
+    "orin": {
+        "agx-64": _ORIN,
+        "agx-32": replace(_ORIN, product="Jetson AGX Orin 32 GB", memory_bytes=32_000_000_000, flops=None, sm_count=14),
+        "nx-16": replace(
+            _ORIN,
+            product="Jetson Orin NX 16 GB",
+            memory_bytes=16_000_000_000,
+            bandwidth=102.4 * GB,
+            flops=None,
+            sm_count=8,
+        ),
+        "nano-8": replace(
+            _ORIN,
+            product="Jetson Orin Nano 8 GB",
+            memory_bytes=8_000_000_000,
+            bandwidth=68 * GB,
+            flops=None,
+            sm_count=8,
+        ),
+    },
+}
+
 
 def machine_memory_bytes() -> int:
     """Physical memory of this machine, or the limit of the container where that is lower."""
@@ -74,13 +106,23 @@ def machine_memory_bytes() -> int:
     return min(sizes)
 
 
-def find_plan_target(name: str, memory_gb: float | None = None, bandwidth_gb: float | None = None) -> PlanTarget:
-    """The target called `name`, with another memory size or bandwidth (decimal GB and GB/s) where given."""
+def find_plan_target(
+    name: str, memory_gb: float | None = None, bandwidth_gb: float | None = None, module: str | None = None
+) -> PlanTarget:
+    """The target called `name`, or a module of it, with another memory or bandwidth (decimal GB, GB/s) where given."""
     if name not in PLAN_TARGETS:
         nearest = difflib.get_close_matches(name, PLAN_TARGETS, n=1)
         meant = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise RecipeError(f"unknown target {name!r}", hint=f"{meant}plans are for: {', '.join(PLAN_TARGETS)}")
     target = PLAN_TARGETS[name]
+    if module is not None:
+        modules = MODULES.get(name, {})
+        if module not in modules:
+            known = (
+                f"modules of {name}: {', '.join(modules)}" if modules else f"{name} has one form; leave --module out"
+            )
+            raise RecipeError(f"unknown module {module!r} of target {name}", hint=known)
+        target = modules[module]
     if memory_gb is not None:
         target = replace(target, memory_bytes=round(memory_gb * GB))
     elif not target.memory_bytes:

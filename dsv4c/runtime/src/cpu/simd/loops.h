@@ -2,8 +2,8 @@
 // namespace: a function compiled for one instruction set must not be merged with that of another.
 //
 // V has kLanes, kTileTokens (rows of x that a tile of weights meets at a time), kDirectSums (registers for sums where
-// weights are decoded beside them), F (a register) and the operations used below; V::decode<E>(codes, factor, to) writes the kChunk / kLanes registers of a chunk, multiplied by the scale that
-// V::factor<E>(scale) was made of.
+// weights are decoded beside them), F (a register) and the operations used below; V::decode<E>(codes, factor, to)
+// writes the kChunk / kLanes registers of a chunk, multiplied by the scale that V::factor<E>(scale) was made of.
 
 #include <cstdint>
 #include <cstring>
@@ -274,8 +274,9 @@ struct Loops {
     for (int64_t t = 0; t < tokens; ++t) {
       int64_t r = 0;
       for (; r + 4 <= rows; r += 4) {
-        V::sum4(V::load(tile.sums + place(t, r)), V::load(tile.sums + place(t, r + 1)), V::load(tile.sums + place(t, r + 2)),
-                V::load(tile.sums + place(t, r + 3)), out + t * out_stride + r);
+        const float* sums = tile.sums + place(t, r);
+        V::sum4(V::load(sums), V::load(sums + kLanes), V::load(sums + 2 * kLanes), V::load(sums + 3 * kLanes),
+                out + t * out_stride + r);
       }
       for (; r < rows; ++r) out[t * out_stride + r] = V::sum(V::load(tile.sums + place(t, r)));
     }
