@@ -243,7 +243,13 @@ def test_moe_ffn(dtype: torch.dtype, storage: str, group: int) -> None:
             # A product on a rounding border may flip, and one of them moves a sum by this much; a step of e4m3 is
             # sixteen of bfloat16.
             tolerance = 5e-3 if group else 1e-5 if dtype is torch.float32 else 2e-3
-            check_kernel("moe_ffn", x, ids, factors, *weights, 1.0, group, rows=(0, 1, 2), tolerance=tolerance)
+            args = (x, ids, factors, *weights, 1.0, group)
+            (actual,) = check_kernel("moe_ffn", *args, rows=(0, 1, 2), tolerance=tolerance)
+            if group:
+                # Flips are rare: a wrong kernel is off in more than one row.
+                (expected,) = reference("moe_ffn", *args)
+                off = (actual - expected).abs().amax(1) > 1e-5 * expected.abs().max()
+                assert off.sum() <= 1, f"{int(off.sum())} of {tokens} rows are off"
 
 
 def test_moe_ffn_with_one_blob_per_expert() -> None:
