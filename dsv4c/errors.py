@@ -98,3 +98,10 @@ class DoctorError(Dsv4cError):
 
     exit_code = 13
     stage = "doctor"
+
+
+class CacheError(Dsv4cError):
+    """`dsv4c cache` was asked for a kind that it does not know, or could not remove all it should."""
+
+    exit_code = 14
+    stage = "cache"

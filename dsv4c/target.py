@@ -38,9 +38,18 @@ class Target:
 
 TARGETS: dict[str, Target] = {
     "cpu": Target(name="cpu", arch="cpu", sm_counts=(), smem_per_block=0, memory_bytes=0, features=frozenset()),
+    # H100 SXM and H200 have 132 SMs, H100 PCIe has 114. A block can have 227 KiB of the 228 KiB of an SM.
+    "h100": Target(
+        name="h100",
+        arch="sm_90a",
+        sm_counts=(132, 114),
+        smem_per_block=227 << 10,
+        memory_bytes=80_000_000_000,
+        features=frozenset({Feature.CUDA, Feature.FP8_MMA, Feature.TMA, Feature.WGMMA}),
+    ),
 }
 # Announced, so that an error can say "not yet" rather than "unknown".
-COMING_TARGETS = ("h100", "orin")
+COMING_TARGETS = ("orin",)
 
 
 def find_target(name: str) -> Target:

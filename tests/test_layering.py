@@ -28,6 +28,7 @@ _COMMANDS = {
         "generation",
         "goldens",
         "inspection",
+        "kernel_section",
         "perplexity",
         "planning",
         "text",
@@ -35,12 +36,16 @@ _COMMANDS = {
         "weight_report",
     ),
 }
-_ALL_BELOW_CLI = {*_GROUND, *_CHOICES, *_STAGES, "runtime", "export", *_COMMANDS}
+_ALL_BELOW_CLI = {*_GROUND, *_CHOICES, "cubin_cache", "jit_caches", *_STAGES, "runtime", "export", *_COMMANDS}
 
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(_GROUND, _GROUND),
     **dict.fromkeys(_CHOICES, _GROUND | _CHOICES),
+    "cubin_cache": {"errors"},
+    # It knows dsv4c's own cache by its layout, as every other.
+    "jit_caches": {"errors", "wording", "jit_caches"},
     **{stage: {*_GROUND, *_CHOICES, *_STAGES[: index + 1]} for index, stage in enumerate(_STAGES)},
+    "kernels": {*_GROUND, *_CHOICES, "cubin_cache", *_STAGES[: _STAGES.index("kernels") + 1]},
     # It loads on a device without torch and without the compiler.
     "runtime": {*_GROUND, "engine", "runtime"},
     "export": {*_GROUND, *_CHOICES, "checkpoint", "graph", "passes", "kernels", "export"},
@@ -51,6 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Packages that may be absent: imported in a function, each in one module.
 OPTIONAL = {"jinja2", "matplotlib", "triton", "tensorrt"}
+# Sources of kernels, which only their compiler imports: Triton is their language.
+TRITON_KERNELS = PACKAGE / "kernels/triton"
 # Modules that load torch, which takes seconds: a command imports them when it runs, so that `--help` does not wait.
 LOADED_BY_COMMANDS = {
     "dsv4c.compiler",
@@ -163,6 +170,8 @@ def test_imports_are_at_the_top(path: Path) -> None:
 def test_optional_packages_are_imported_in_one_module_each() -> None:
     users: dict[str, set[str]] = {}
     for path in MODULES:
+        if path.parent == TRITON_KERNELS:
+            continue
         for statement in imports(tree(path)):
             for module in imported_modules(statement):
                 users.setdefault(module.split(".")[0], set()).add(label(path))

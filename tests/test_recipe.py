@@ -80,7 +80,7 @@ def test_dict_for_the_manifest_reads_back() -> None:
         ({"rollback_rows": True}, "`rollback_rows` is True", "whole number"),
         ({"rollback_rows": -1}, "`rollback_rows` is -1", "from 0"),
         ({"golden_tokens": "24"}, "`golden_tokens` is '24'", "whole number"),
-        ({"target": "h100"}, "target 'h100' cannot be built yet", "cpu"),
+        ({"target": "orin"}, "target 'orin' cannot be built yet", "cpu, h100"),
         ({"target": 7}, "`target` is missing or not a string", 'target = "cpu"'),
     ],
 )

@@ -6,9 +6,15 @@ from dsv4c.errors import PlanError, RecipeError
 from dsv4c.target import COMING_TARGETS, TARGETS, Feature, find_target
 
 
-def test_cpu_is_the_only_target_so_far() -> None:
-    assert list(TARGETS) == ["cpu"]
-    assert find_target("cpu") is TARGETS["cpu"]
+def test_targets_are_found_by_name() -> None:
+    assert list(TARGETS) == ["cpu", "h100"]
+    for name, target in TARGETS.items():
+        assert find_target(name) is target and target.name == name
+
+
+def test_kernels_are_compiled_for_products_with_a_known_number_of_sms() -> None:
+    for target in TARGETS.values():
+        assert (Feature.CUDA in target.features) == bool(target.sm_counts) == bool(target.smem_per_block)
 
 
 def test_require_names_the_target_and_the_use() -> None:

@@ -8,13 +8,14 @@ from dsv4c.cli.options import json_option, print_json
 from dsv4c.cli.progress import stderr_progress
 from dsv4c.errors import InputError
 from dsv4c.recipe import Numerics, Recipe
+from dsv4c.target import TARGETS
 
 _PATH = click.Path(path_type=Path)
 
 
 @click.command("build")
 @click.argument("checkpoint", type=_PATH)
-@click.option("--target", required=True, metavar="NAME", help="What to build for: cpu.")
+@click.option("--target", required=True, metavar="NAME", help=f"What to build for: {', '.join(TARGETS)}.")
 @click.option(
     "--recipe",
     type=_PATH,

@@ -18,6 +18,7 @@ from dsv4c.version import VERSION
 _COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("dsv4c.cli.bench", "Measure the speed or the quality of an engine."),
     "build": ("dsv4c.cli.build", "Build an engine from a checkpoint."),
+    "cache": ("dsv4c.cli.cache", "List and clean the kernel caches of dsv4c and of the tools around it."),
     "doctor": ("dsv4c.cli.doctor", "Say whether this machine can build and run, and what is missing."),
     "inspect": ("dsv4c.cli.inspect", "Say what an engine or a checkpoint holds."),
     "plan": ("dsv4c.cli.plan", "Say what a model needs before it is built."),

@@ -54,7 +54,7 @@ def test_split_weights_make_a_second_file(tmp_path: Path) -> None:
 
 def test_unknown_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown target 'cpux'" in refused([TINY, "--target", "cpux"], 3, capsys)
-    assert "cannot be built yet" in refused([TINY, "--target", "h100"], 3, capsys)
+    assert "cannot be built yet" in refused([TINY, "--target", "orin"], 3, capsys)
 
 
 def test_recipe_with_an_unknown_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
