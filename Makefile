@@ -18,6 +18,9 @@ CHECKPOINT := tests/data/tiny-v4-official
 ENGINE := artifacts/tiny-v4.cpu.dsv4c
 RUNTIME_SOURCES := $(shell find dsv4c/runtime -name '*.cc' -o -name '*.h' -o -name 'CMakeLists.txt')
 
+# The h100 extra. Without dependencies, because CUDA builds of torch pin a Triton of their own.
+KERNEL_COMPILERS := triton==3.9.0 nvidia-cuda-nvrtc-cu12==12.6.85
+
 .PHONY: env runtime demo check test test-gpu test-sanitize golden bench clean
 .DELETE_ON_ERROR:
 
@@ -30,6 +33,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(RUNTIME_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) scikit-build-core cmake ninja
 	$(PIP) --no-build-isolation --editable '.[test]'
+	$(PIP) --no-deps $(KERNEL_COMPILERS)
 	touch $@
 
 runtime: env

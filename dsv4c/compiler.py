@@ -8,6 +8,7 @@ from typing import Any
 
 from dsv4c.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from dsv4c.checkpoint.scan import scan_checkpoint
+from dsv4c.cubin_cache import default_cache
 from dsv4c.engine.goldens import Goldens
 from dsv4c.engine.plan_section import encode_plan
 from dsv4c.engine.reader import is_engine, read_engine
@@ -17,10 +18,11 @@ from dsv4c.errors import InputError
 from dsv4c.goldens import record_goldens
 from dsv4c.graph.builder import build_graph
 from dsv4c.graph.parameters import Measure, WeightReader
-from dsv4c.kernels.registry import require_kernels
+from dsv4c.kernel_section import KernelSection, compile_section
+from dsv4c.kernels.assign import assign_kernels
 from dsv4c.passes.pass_manager import PassContext, run_passes
 from dsv4c.passes.pipeline import build_pipeline
-from dsv4c.plan.execution_plan import ExecutionPlan
+from dsv4c.plan.execution_plan import BucketPlan, ExecutionPlan
 from dsv4c.plan.lowering import lower_graph
 from dsv4c.plan.printer import format_plan
 from dsv4c.plan.reference_run import extent_bytes
@@ -44,6 +46,7 @@ class BuildReport:
     weight_bytes: int
     weights: list[WeightTotal]
     launches_per_step: int
+    calls_per_step: int  # kernel launches; an operator may take several
     kernels: int
     buckets: int
     arena_bytes: int
@@ -63,13 +66,17 @@ class BuildReport:
             f"engine    {self.engine} ({self.size_bytes / 1e6:.1f} MB, digest {self.digest[:16]})",
             f"weights   {self.weight_bytes / 1e6:.1f} MB",
             *(f"  {line}" for line in weight_lines([total.to_dict() for total in self.weights])),
-            f"plan      {self.launches_per_step} launches a step, {self.kernels} kernels, {self.buckets} buckets",
+            f"plan      {self._plan_text()}",
             f"arena     {self.arena_bytes / 1e6:.2f} MB in the largest bucket, {saved:.0%} saved by reuse",
             f"state     {self.state_bytes_per_slot / 1e6:.2f} MB a slot, "
             f"{self.state_bytes_per_token:.0f} bytes a token",
             f"memory    {self._memory_text()}",
         ]
         return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
+
+    def _plan_text(self) -> str:
+        calls = f" by {self.calls_per_step} kernel calls" if self.calls_per_step != self.launches_per_step else ""
+        return f"{self.launches_per_step} launches a step{calls}, {self.kernels} kernels, {self.buckets} buckets"
 
     def _memory_text(self) -> str:
         needed, memory = self.memory_needed_bytes, self.memory_bytes
@@ -104,29 +111,31 @@ def build_engine(
     graph = build_graph(checkpoint.config, checkpoint.weights, recipe.numerics, recipe.rollback_rows)
     _prepare_dump_dir(dump_dir)
     graph = run_passes(graph, build_pipeline(), PassContext(recipe.target, recipe, dump_dir))
-    plan = lower_graph(graph, recipe.decode_buckets, recipe.mixed_buckets, recipe.rollback_rows)
-    require_kernels(plan, recipe.target)
+    lowered = lower_graph(graph, recipe.decode_buckets, recipe.mixed_buckets, recipe.rollback_rows)
+    plan = assign_kernels(lowered, recipe.target)
     fit = build_fit(plan, target)
     if not force:
         require_fit(fit, target, str(checkpoint_path))
     if dump_dir is not None:
         (dump_dir / "plan.txt").write_text(format_plan(plan))
     check_space(output, plan.weights.size_bytes)
+    code = compile_section(plan, recipe.target, default_cache(), progress=_stage(progress, "compiling kernels"))
     scan = scan_checkpoint(checkpoint, check_values=check_values, progress=_stage(progress, "reading the checkpoint"))
-    warnings = checkpoint.warnings + scan.warnings
+    warnings = checkpoint.warnings + code.warnings + scan.warnings
     if TOKENIZER_FILE not in checkpoint.tokenizer_texts():
         warnings.append(f"no {TOKENIZER_FILE} in {checkpoint_path}: the engine takes token ids only (run --ids)")
     recorded = None
     if goldens:
         count = recipe.golden_tokens
-        recorded = record_goldens(plan, checkpoint, recipe.numerics, count, _stage(progress, "recording goldens"))
+        recorded = record_goldens(lowered, checkpoint, recipe.numerics, count, _stage(progress, "recording goldens"))
     parts = EngineParts(
         arch=recipe.target.arch,
-        manifest={**_manifest(checkpoint, scan.digest, recipe, plan), "forced": force},
-        plan=encode_plan(plan),
+        manifest={**_manifest(checkpoint, scan.digest, recipe, plan, code), "forced": force},
+        plan=encode_plan(plan, code.images),
         tokenizer_files=checkpoint.tokenizer_texts(),
         goldens=recorded.to_dict() if isinstance(recorded, Goldens) else None,
         weight_bytes=plan.weights.size_bytes,
+        kernels=code.data,
     )
     errors = ErrorMeter()
     blocks = weight_blocks(checkpoint, plan, _stage(progress, "writing weights"), errors)
@@ -135,7 +144,7 @@ def build_engine(
         return {"weights": [total.to_dict() for total in weight_totals(plan, errors)]}
 
     write_engine(output, parts, blocks, split_weights=split_weights, measured=measured)
-    return _report(output, plan, weight_totals(plan, errors), fit, warnings)
+    return _report(output, plan, code, weight_totals(plan, errors), fit, warnings)
 
 
 def _stage(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
@@ -190,7 +199,9 @@ def weight_blocks(
         yield memoryview(bytes(plan.weights.size_bytes - written))
 
 
-def _manifest(checkpoint: Checkpoint, digest: str, recipe: Recipe, plan: ExecutionPlan) -> dict[str, Any]:
+def _manifest(
+    checkpoint: Checkpoint, digest: str, recipe: Recipe, plan: ExecutionPlan, code: KernelSection
+) -> dict[str, Any]:
     """What people and tools read; nothing in it depends on the machine, the clock or a path."""
     config = checkpoint.config
     encodings = Counter(info.encoding.value for info in checkpoint.weights.values())
@@ -223,11 +234,14 @@ def _manifest(checkpoint: Checkpoint, digest: str, recipe: Recipe, plan: Executi
         },
         "passes": [run.__name__ for run in build_pipeline()],
         "kernels": list(plan.kernels),
+        "machine_code": code.facts,
         "buckets": [
             {
                 "kind": bucket.kind.name.lower(),
                 "tokens": bucket.tokens,
+                "sm_count": bucket.sm_count,
                 "launches": len(bucket.launches),
+                "calls": _call_count(bucket),
                 "arena_bytes": bucket.arena_bytes,
                 "arena_unshared_bytes": bucket.unshared_bytes,
                 "bytes_moved": sum(launch.bytes_moved for launch in bucket.launches),
@@ -244,8 +258,18 @@ def _manifest(checkpoint: Checkpoint, digest: str, recipe: Recipe, plan: Executi
     }
 
 
+def _call_count(bucket: BucketPlan) -> int:
+    """Kernel launches of a step, one for an operator that the runtime brings."""
+    return sum(max(1, len(launch.calls)) for launch in bucket.launches)
+
+
 def _report(
-    output: Path, plan: ExecutionPlan, weights: list[WeightTotal], fit: Fit, warnings: list[str]
+    output: Path,
+    plan: ExecutionPlan,
+    code: KernelSection,
+    weights: list[WeightTotal],
+    fit: Fit,
+    warnings: list[str],
 ) -> BuildReport:
     reader = read_engine(output)
     largest = max(plan.buckets, key=lambda bucket: bucket.arena_bytes)
@@ -256,7 +280,8 @@ def _report(
         weight_bytes=plan.weights.size_bytes,
         weights=weights,
         launches_per_step=len(largest.launches),
-        kernels=len(plan.kernels),
+        calls_per_step=_call_count(largest),
+        kernels=len(code.images) or len(plan.kernels),
         buckets=len(plan.buckets),
         arena_bytes=largest.arena_bytes,
         arena_unshared_bytes=largest.unshared_bytes,

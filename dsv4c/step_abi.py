@@ -77,6 +77,8 @@ class StateKind(enum.IntEnum):
 class LaunchFlag(enum.IntFlag):
     HEAD = 1  # runs only when logits are asked for
     SAMPLE = 2  # runs only when tokens are asked for
+    STAGE = 4  # more calls of the same operator follow
+    COOPERATIVE = 8  # all blocks run at once and may wait for one another
 
 
 class ArgKind(enum.IntEnum):

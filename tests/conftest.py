@@ -18,6 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden", action="store_true", help="rewrite tests/golden; read the diff before committing"
     )
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption(
+        "--compile-kernels",
+        action="store_true",
+        help="compile what the kernel tests on a GPU need into the cubin cache, here, without one",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -25,11 +30,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "gpu": _without_capability(None),
         "sm90a": _without_capability((9, 0)),
         "orin": _without_capability((8, 7)),
-        "nvrtc": _without_package("cuda.bindings"),
+        "nvrtc": _without_package("nvidia.cuda_nvrtc"),
         "triton": _without_package("triton"),
         "tensorrt": _without_package("tensorrt"),
         "slow": None if config.getoption("--slow") else "slow: run with --slow",
     }
+    if config.getoption("--compile-kernels"):
+        missing |= {"gpu": None, "sm90a": None}
     for item in items:
         for mark in item.iter_markers():
             if reason := missing.get(mark.name):

@@ -15,7 +15,7 @@ from dsv4c.engine.reader import EngineReader
 from dsv4c.errors import EngineFormatError
 from dsv4c.step_abi import StateKind
 
-_RUNTIME_ARCHS = ("cpu",)  # what libdsv4c runs
+_RUNTIME_ARCHS = ("cpu", "sm_90a")  # what libdsv4c runs
 _PLANE_ALIGN = 64  # as in runtime/src/session_state.cc
 
 
@@ -69,8 +69,10 @@ def engine_memory(reader: EngineReader) -> EngineMemory:
     )
 
 
-def check_engine(reader: EngineReader, library: dict[str, Any], opened: dict[str, Any]) -> Iterator[Check]:
-    """`library` and `opened` are what the probes answered."""
+def check_engine(
+    reader: EngineReader, library: dict[str, Any], opened: dict[str, Any], driver: dict[str, Any]
+) -> Iterator[Check]:
+    """`library`, `opened` and `driver` are what the probes answered."""
     needs = frozenset({Need.RUN})
     header = reader.header
     facts = {
@@ -88,9 +90,7 @@ def check_engine(reader: EngineReader, library: dict[str, Any], opened: dict[str
         yield Check("ranks", State.MISSING, found, "build it for one rank", needs)
     try:
         yield _weights(reader)
-        # That of a GPU is the device's, and no runtime for one is there yet.
-        if reader.arch in _RUNTIME_ARCHS:
-            yield _memory(engine_memory(reader))
+        yield _memory(engine_memory(reader), _available(reader.arch, driver))
     except EngineFormatError as error:
         yield Check("plan", State.MISSING, error.message, error.hint, needs)
     if "error" in library:
@@ -126,9 +126,17 @@ def _weights(reader: EngineReader) -> Check:
     return Check("weights", State.OK, f"{size_text(size)} in {path}", None, needs)
 
 
-def _memory(need: EngineMemory) -> Check:
+def _available(arch: str, driver: dict[str, Any]) -> int | None:
+    """Bytes that an engine of `arch` can have: the machine's, or those of the largest device that runs it."""
+    if arch == DEFAULT_TARGET:
+        return available_bytes()
+    sizes = [device["memory_bytes"] for device in driver.get("devices", []) if _arch_of(device) == arch.rstrip("af")]
+    return max(sizes, default=None)
+
+
+def _memory(need: EngineMemory, available: int | None) -> Check:
     needs = frozenset({Need.RUN})
-    full, available = need.total_bytes(need.blocks), available_bytes()
+    full = need.total_bytes(need.blocks)
     facts = {
         "weight_bytes": need.weight_bytes,
         "arena_bytes": need.arena_bytes,

@@ -61,18 +61,19 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class KernelTool:
-    """A compiler of GPU kernels, by the package that has it; no target of this version needs one."""
+    """A compiler of GPU kernels, by the package that has it. `version` is the pinned one, or how it begins."""
 
     name: str
     package: str
-    requirement: str
-    targets: frozenset[str]
+    version: str
+    targets: tuple[str, ...]
 
 
+# As in pyproject.toml; a test compares.
 _KERNEL_TOOLS = (
-    KernelTool("triton", "triton", ">=3.4", frozenset({"h100"})),
-    KernelTool("nvrtc", "nvidia-cuda-nvrtc-cu12", "==12.6.*", frozenset({"h100", "orin"})),
-    KernelTool("ptxas", "nvidia-cuda-nvcc-cu12", "==12.6.*", frozenset({"h100", "orin"})),
+    KernelTool("triton", "triton", "3.9.0", ("h100",)),
+    KernelTool("nvrtc", "nvidia-cuda-nvrtc-cu12", "12.6.85", ("h100", "orin")),
+    KernelTool("ptxas", "nvidia-cuda-nvcc-cu12", "12.6.85", ("orin",)),
 )
 # For building the runtime from source, and programs in C and C++.
 _BUILD_TOOLS = {
@@ -164,7 +165,7 @@ class _Examination:
             yield Check("engine", State.MISSING, error.message, error.hint, frozenset({Need.RUN}))
         if self.reader is not None:
             opened = self.answers["engine", str(self.engine)]
-            yield from check_engine(self.reader, self.answers["library",], opened)
+            yield from check_engine(self.reader, self.answers["library",], opened, self.answers["driver",])
 
     def _library(self) -> Check:
         needs = frozenset({Need.RUN})
@@ -237,12 +238,11 @@ class _Examination:
         version = installed_version(tool.package)
         found = f"{tool.package} {version or 'is not installed'}"
         if Need.BUILD not in self.asked or self.target not in tool.targets:
-            return Check(
-                tool.name, State.NOT_NEEDED, f"{found}; for targets to come: {', '.join(sorted(tool.targets))}"
-            )
+            return Check(tool.name, State.NOT_NEEDED, f"{found}; for {' and '.join(tool.targets)}")
         needs = frozenset({Need.BUILD})
-        if version is None:
-            return failed_check(tool.name, self.asked, needs, found, _pip_install(tool.package + tool.requirement))
+        if version != tool.version:
+            install = _pip_install(f"{tool.package}=={tool.version}")
+            return failed_check(tool.name, self.asked, needs, f"{found}, needs {tool.version}", install)
         return Check(tool.name, State.OK, found, None, needs)
 
     def _build_tool(self, name: str) -> Check:

@@ -98,7 +98,7 @@ class PlanHeader(Record):
     plan_version: int
     world_size: int
     rank: int
-    sm_count: int  # 0 on the cpu target
+    sm_count: int  # 0: buckets say theirs
     vocab_size: int
     max_context: int  # positions
     block_tokens: int  # positions a block of the block table covers
@@ -138,18 +138,26 @@ class EntryPoint(Record):
 
 @dataclass(frozen=True)
 class Bucket(Record):
-    LAYOUT = struct.Struct("<IIIIQQ")
+    """An engine for a GPU may hold the same buckets for several numbers of streaming multiprocessors."""
+
+    LAYOUT = struct.Struct("<IIIIQII")
     kind: int
     tokens: int  # capacity T
     first_launch: int
     launch_count: int
     arena_bytes: int
+    sm_count: int  # that the launches are for; 0: any
     reserved: int
 
 
 @dataclass(frozen=True)
 class Launch(Record):
-    """One kernel call. Arguments are those of the operator's schema, then its outputs."""
+    """One kernel call.
+
+    On the cpu target the arguments are those of the operator's schema, then its outputs. On a GPU they are tensors
+    only: the pointers that the kernel takes, in order. An operator may take several calls there; all but the last have
+    the flag STAGE and no outputs.
+    """
 
     LAYOUT = struct.Struct("<IIIIIIII QQ 3I3II I")
     kernel: int
@@ -223,7 +231,7 @@ class Kernel(Record):
     """A kernel of the plan. `image_*` say where its machine code is in KERNELS (zero on the cpu target)."""
 
     LAYOUT = struct.Struct("<IIQQ")
-    name: int  # the operator
+    name: int  # the operator; several kernels may compute one
     entry: int  # symbol in the image, NO_INDEX on the cpu target
     image_offset: int
     image_bytes: int

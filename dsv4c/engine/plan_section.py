@@ -1,7 +1,12 @@
-"""ExecutionPlan -> the PLAN section: fixed records, described in `format.py`."""
+"""ExecutionPlan -> the PLAN section: fixed records, described in `format.py`.
+
+A launch record is one kernel call. Where the runtime brings the kernels, that is an operator with its arguments; where
+they are machine code in the engine, an operator may take several calls, whose arguments are the tensors they point to.
+"""
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from dsv4c.engine.format import (
     NO_INDEX,
@@ -16,11 +21,21 @@ from dsv4c.engine.format import (
     Tensor,
 )
 from dsv4c.plan import execution_plan as plan_types
-from dsv4c.plan.execution_plan import DTYPES, BucketPlan, ExecutionPlan, TensorRef
-from dsv4c.step_abi import ArgKind
+from dsv4c.plan.execution_plan import DTYPES, BucketPlan, ExecutionPlan, KernelCall, KernelVariant, TensorRef
+from dsv4c.step_abi import ArgKind, LaunchFlag
 
 PLAN_VERSION = 1
 _RECORD_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class KernelImage:
+    """Where a kernel's machine code lies in the KERNELS section, and what a launch of it needs to know."""
+
+    offset: int
+    size_bytes: int
+    symbol: str
+    shared_bytes: int = 0  # dynamic, where the compiler decides it
 
 
 class _Strings:
@@ -38,10 +53,14 @@ class _Strings:
 
 
 class _PlanWriter:
-    def __init__(self, plan: ExecutionPlan) -> None:
+    def __init__(self, plan: ExecutionPlan, images: Mapping[KernelVariant, KernelImage]) -> None:
         self.plan = plan
+        self.images = images
         self.strings = _Strings()
-        self.kernels = {name: index for index, name in enumerate(plan.kernels)}
+        # An operator of the runtime, or an operator and the code it runs.
+        self.kernels: dict[tuple[str, KernelVariant | None], int] = {}
+        if not images:
+            self.kernels = {(name, None): index for index, name in enumerate(plan.kernels)}
         self.args: list[Arg] = []
         self.tensors: dict[Tensor, int] = {}
         self.launches: list[Launch] = []
@@ -55,23 +74,59 @@ class _PlanWriter:
 
     def bucket(self, bucket: BucketPlan) -> Bucket:
         first = len(self.launches)
-        self.launches += [self.launch(launch) for launch in bucket.launches]
-        return Bucket(bucket.kind, bucket.tokens, first, len(bucket.launches), bucket.arena_bytes, 0)
+        for launch in bucket.launches:
+            if launch.calls:
+                self.launches += [self.call(launch, call, call is launch.calls[-1]) for call in launch.calls]
+            else:
+                self.launches.append(self.operator(launch))
+        count = len(self.launches) - first
+        return Bucket(bucket.kind, bucket.tokens, first, count, bucket.arena_bytes, bucket.sm_count, 0)
 
-    def launch(self, launch: plan_types.Launch) -> Launch:
+    def operator(self, launch: plan_types.Launch) -> Launch:
+        """The record of a kernel that the runtime brings."""
+        return self.record(launch, (*launch.args, *launch.outputs), None, launch.flags, True)
+
+    def call(self, launch: plan_types.Launch, call: KernelCall, last: bool) -> Launch:
+        """The record of one call; outputs and what the operator costs are said once, by its last."""
+        flags = launch.flags
+        if not last:
+            flags |= LaunchFlag.STAGE
+        if call.cooperative:
+            flags |= LaunchFlag.COOPERATIVE
+        shared = call.shared_bytes or self.images[call.variant].shared_bytes
+        return replace(
+            self.record(launch, call.args, call.variant, flags, last),
+            cluster=call.cluster,
+            grid_x=call.grid[0],
+            grid_y=call.grid[1],
+            grid_z=call.grid[2],
+            block_x=call.block,
+            block_y=1,
+            block_z=1,
+            shared_bytes=shared,
+        )
+
+    def record(
+        self,
+        launch: plan_types.Launch,
+        args: Iterable[plan_types.Arg],
+        variant: KernelVariant | None,
+        flags: LaunchFlag,
+        last: bool,
+    ) -> Launch:
         first = len(self.args)
-        self.args += [self.arg(arg) for arg in (*launch.args, *launch.outputs)]
+        self.args += map(self.arg, args)
         return Launch(
-            kernel=self.kernels[launch.kernel],
+            kernel=self.kernels.setdefault((launch.kernel, variant), len(self.kernels)),
             name=self.strings.add(launch.name),
             layer=NO_INDEX if launch.layer is None else launch.layer,
-            flags=launch.flags,
+            flags=flags,
             first_arg=first,
             arg_count=len(self.args) - first,
-            output_count=len(launch.outputs),
+            output_count=len(launch.outputs) if last else 0,
             cluster=0,
-            bytes_moved=launch.bytes_moved,
-            flops=launch.flops,
+            bytes_moved=launch.bytes_moved if last else 0,
+            flops=launch.flops if last else 0,
             grid_x=0,
             grid_y=0,
             grid_z=0,
@@ -81,6 +136,16 @@ class _PlanWriter:
             shared_bytes=0,
             reserved=0,
         )
+
+    def kernel_records(self) -> list[Kernel]:
+        """The table of kernels, once every launch has been recorded."""
+        return [self.kernel(name, variant) for name, variant in self.kernels]
+
+    def kernel(self, name: str, variant: KernelVariant | None) -> Kernel:
+        if variant is None:
+            return Kernel(self.strings.add(name), NO_INDEX, 0, 0)
+        image = self.images[variant]
+        return Kernel(self.strings.add(name), self.strings.add(image.symbol), image.offset, image.size_bytes)
 
     def arg(self, arg: plan_types.Arg) -> Arg:
         if arg is None:
@@ -120,12 +185,12 @@ def _tensor(ref: TensorRef) -> Tensor:
     )
 
 
-def encode_plan(plan: ExecutionPlan, sm_count: int = 0) -> bytes:
-    """The bytes of the PLAN section. The same plan gives the same bytes."""
-    writer = _PlanWriter(plan)
+def encode_plan(plan: ExecutionPlan, images: Mapping[KernelVariant, KernelImage] | None = None) -> bytes:
+    """The bytes of the PLAN section: the same for the same plan. `images` has every variant that the plan calls."""
+    writer = _PlanWriter(plan, images or {})
     entries = [writer.entry_point(entry) for entry in plan.entry_points]
     states = writer.states()
-    kernels = [Kernel(writer.strings.add(name), NO_INDEX, 0, 0) for name in plan.kernels]
+    kernels = writer.kernel_records()
     eos = struct.pack(f"<{len(plan.eos_token_ids)}I", *plan.eos_token_ids)
 
     body = bytearray(PlanHeader.LAYOUT.size)
@@ -140,7 +205,7 @@ def encode_plan(plan: ExecutionPlan, sm_count: int = 0) -> bytes:
         plan_version=PLAN_VERSION,
         world_size=1,
         rank=0,
-        sm_count=sm_count,
+        sm_count=0,
         vocab_size=plan.vocab_size,
         max_context=plan.max_context,
         block_tokens=plan.block_tokens,

@@ -68,13 +68,16 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"{state['block_tokens']} tokens",
         f"passes      {', '.join(manifest['passes'])}",
         f"kernels     {', '.join(manifest['kernels'])}",
+        *code_lines(manifest.get("machine_code", [])),
     ]
     for bucket in manifest["buckets"]:
         saved = 1 - bucket["arena_bytes"] / bucket["arena_unshared_bytes"]
+        sm_count = f" on {bucket['sm_count']} SMs" if bucket.get("sm_count") else ""
+        calls = f" by {bucket['calls']} kernel calls" if bucket.get("calls", 0) > bucket["launches"] else ""
         lines.append(
-            f"bucket      {bucket['kind']:<6} {bucket['tokens']:>4} rows: {bucket['launches']} launches, arena "
-            f"{bucket['arena_bytes']:,} bytes ({saved:.0%} saved), {bucket['bytes_moved']:,} bytes moved, "
-            f"{bucket['flops']:,} FLOPs"
+            f"bucket      {bucket['kind']:<6} {bucket['tokens']:>4} rows{sm_count}: {bucket['launches']} launches"
+            f"{calls}, arena {bucket['arena_bytes']:,} bytes ({saved:.0%} saved), {bucket['bytes_moved']:,} bytes "
+            f"moved, {bucket['flops']:,} FLOPs"
         )
     for section in summary["sections"]:
         where = f"in {section['external']}" if section["external"] else f"at {section['offset']:,}"
@@ -84,6 +87,22 @@ def summary_text(summary: dict[str, Any]) -> str:
     if manifest.get("forced"):
         lines.append("forced      built with --force: it may not fit the memory of its target")
     return "\n".join(lines)
+
+
+def code_lines(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line an operator that the engine has machine code for."""
+    lines = []
+    for operator in sorted({kernel["operator"] for kernel in kernels}):
+        own = [kernel for kernel in kernels if kernel["operator"] == operator]
+        registers = [kernel["registers"] for kernel in own]
+        shared = max(kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"] for kernel in own)
+        spilled = sum(kernel["spill_bytes"] > 0 for kernel in own)
+        lines.append(
+            f"  {operator:<19}{len(own):>3} {'kernel' if len(own) == 1 else 'kernels'}, {min(registers)} to "
+            f"{max(registers)} registers, at most {shared:,} bytes of shared memory"
+            + (f", {spilled} with spills" if spilled else "")
+        )
+    return lines
 
 
 def weight_lines(totals: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -34,7 +34,11 @@ _EXTERNAL_NAME_BYTES = 64
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What goes into an engine besides the weights. `goldens` None: no such section."""
+    """What goes into an engine besides the weights.
+
+    `kernels` is the machine code, images one after the other; empty on a target whose kernels the runtime brings.
+    Without it, or with `goldens` None, there is no such section.
+    """
 
     arch: str
     manifest: Mapping[str, Any]
@@ -42,6 +46,7 @@ class EngineParts:
     tokenizer_files: Mapping[str, str]
     goldens: Mapping[str, Any] | None
     weight_bytes: int
+    kernels: bytes = b""
 
 
 def canonical_json(data: Mapping[str, Any]) -> bytes:
@@ -64,7 +69,7 @@ def _align(offset: int) -> int:
 
 def engine_size(parts: EngineParts) -> int:
     """An upper bound of the bytes that `write_engine` needs on disk, weights included."""
-    small = [canonical_json(parts.manifest), parts.plan, canonical_json(parts.tokenizer_files)]
+    small = [canonical_json(parts.manifest), parts.plan, parts.kernels, canonical_json(parts.tokenizer_files)]
     if parts.goldens is not None:
         small.append(canonical_json(parts.goldens))
     digests = ChunkHeader.LAYOUT.size + 32 * -(-parts.weight_bytes // CHUNK_BYTES)
@@ -214,10 +219,12 @@ def _write(
     external: IO[bytes] | None,
 ) -> str:
     """Write all sections; returns the name of the external weights file, empty where there is none."""
-    count = 5 if parts.goldens is None else 6
+    count = 5 + bool(parts.kernels) + (parts.goldens is not None)
     file.write(bytes(Header.LAYOUT.size + count * Section.LAYOUT.size))
     sections = _SectionWriter(file)
     sections.add(SectionType.PLAN, parts.plan)
+    if parts.kernels:
+        sections.add(SectionType.KERNELS, parts.kernels)
     sections.add(SectionType.TOKENIZER, canonical_json(parts.tokenizer_files))
     chunk_count = -(-parts.weight_bytes // CHUNK_BYTES)
     chunks_size = ChunkHeader.LAYOUT.size + 32 * chunk_count

@@ -59,7 +59,8 @@ def _verify_state(gm: GraphModule, order: dict[Node, int]) -> None:
         users = {user.target: order[user] for user in plane.users}
         writes = users.get(dsv4.compress.default)
         # The ring and the entries are read by the attention, index keys by the selection.
-        reads = users.get(dsv4.attention.default, users.get(dsv4.select_entries.default))
+        readers = (dsv4.attention.default, dsv4.attention_unrotated.default, dsv4.select_entries.default)
+        reads = next((users[reader] for reader in readers if reader in users), None)
         if writes is not None and reads is not None:
             assert writes < reads, f"%{plane.name} is read before this step's entries are written"
         commit = users.get(dsv4.commit_ring.default)

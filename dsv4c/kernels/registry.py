@@ -1,15 +1,33 @@
 """Which operators each target has code for.
 
 On the cpu target the code is in the runtime library (`runtime/src/cpu/registry.cc` is the same list, which a test
-compares). A target that compiles kernels will name their sources here.
+compares). On a target that compiles kernels, a selector turns the launch of an operator into calls of them: one module
+of `select/` a family of operators, its sources of the same name in `cuda/` and `triton/`.
 """
 
+from collections.abc import Mapping
+
 from dsv4c.errors import KernelError
+from dsv4c.kernels.select import attention, compression, experts, matmul, mhc, routing, rows
+from dsv4c.kernels.select.selection import Selector
 from dsv4c.plan.execution_plan import ExecutionPlan
 from dsv4c.target import Target
 
+# By `Target.arch`, then operator.
+SELECTORS: Mapping[str, Mapping[str, Selector]] = {
+    "sm_90a": {
+        **rows.SELECTORS,
+        **mhc.SELECTORS,
+        **attention.SELECTORS,
+        **compression.SELECTORS,
+        **matmul.SELECTORS,
+        **routing.SELECTORS,
+        **experts.SELECTORS,
+    },
+}
+
 # By `Target.arch`.
-KERNELS: dict[str, frozenset[str]] = {
+KERNELS: Mapping[str, frozenset[str]] = {
     "cpu": frozenset(
         {
             "add",
@@ -36,6 +54,7 @@ KERNELS: dict[str, frozenset[str]] = {
             "swiglu",
         }
     ),
+    **{arch: frozenset(selectors) for arch, selectors in SELECTORS.items()},
 }
 
 

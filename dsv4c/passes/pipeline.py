@@ -1,9 +1,12 @@
 """The passes of a build, in order: the one list."""
 
 from dsv4c.passes.canonicalize import canonicalize
+from dsv4c.passes.fuse_attention_rope import fuse_attention_rope
 from dsv4c.passes.fuse_expert_ffn import fuse_expert_ffn
 from dsv4c.passes.fuse_mhc import fuse_mhc
+from dsv4c.passes.fuse_mhc_norm import fuse_mhc_norm
 from dsv4c.passes.fuse_router import fuse_router
+from dsv4c.passes.fuse_row_chain import fuse_row_chain
 from dsv4c.passes.fuse_swiglu import fuse_swiglu
 from dsv4c.passes.insert_fp8_kv import insert_fp8_kv
 from dsv4c.passes.lower_aten import lower_aten
@@ -30,6 +33,12 @@ def build_pipeline() -> list[Pass]:
         # After the storage is known: only equal storage merges, and inputs are rounded once.
         merge_projections,
         insert_fp8_kv,
+        # Fewer launches where kernels are launched one by one (CUDA targets). Behind all passes that know the operators
+        # of their own: `quantize_weights` puts roundings in, `insert_fp8_kv` looks for the attention.
+        fuse_attention_rope,
+        # The mixer goes first: a norm that has one user could join either.
+        fuse_mhc_norm,
+        fuse_row_chain,
         # Last: it measures the state planes as they are now.
         plan_state,
     ]

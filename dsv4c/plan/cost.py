@@ -41,7 +41,7 @@ def launch_cost(kernel: str, args: Sequence[Arg], outputs: Sequence[TensorRef]) 
             return moved, 2 * x.sizes[0] * weight.sizes[0] * _columns(weight)
         case "moe_ffn":
             return _moe_cost(tensors, outputs)
-        case "attention":
+        case "attention" | "attention_unrotated":
             return _attention_cost(args, tensors, moved)
         case "select_entries":
             q, _, keys = tensors[:3]
@@ -49,7 +49,7 @@ def launch_cost(kernel: str, args: Sequence[Arg], outputs: Sequence[TensorRef]) 
             assert isinstance(topk, int)
             rows = q.sizes[0] * topk
             return moved + rows * keys.sizes[-1] * keys.dtype.size_bytes, 2 * rows * math.prod(q.sizes[1:])
-        case "mhc_mix" | "mhc_head":
+        case "mhc_mix" | "mhc_mix_norm" | "mhc_head":
             streams, fn = tensors[:2]
             return moved, 2 * streams.sizes[0] * math.prod(fn.sizes)
         case "embedding" | "route_hash" | "gather_rows":

@@ -5,6 +5,7 @@ run in Python on the reference bodies (`reference_run.py`), costed, and written 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -50,8 +51,41 @@ Arg = TensorRef | int | float | None
 
 
 @dataclass(frozen=True)
+class KernelVariant:
+    """A kernel's source with everything that specialises it: what is compiled to one image of machine code.
+
+    `source` is the file's stem in the folder of its language; `constants` are macros in CUDA C++ and constexpr
+    arguments in Triton, sorted by name. `warps` and `stages` count in Triton only, where they decide the code.
+    """
+
+    language: Literal["cuda", "triton"]
+    source: str
+    entry: str
+    constants: tuple[tuple[str, int | float | str], ...]
+    warps: int = 0
+    stages: int = 0
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A launch of machine code. It gets a pointer for each of `args`, then one to the step's header.
+
+    An operator may take several calls in a row; the first ones hand over through scratch tensors behind the arena, and
+    the last one has the operator's outputs at the end of its `args`.
+    """
+
+    variant: KernelVariant
+    grid: tuple[int, int, int]
+    block: int  # threads
+    args: tuple[TensorRef, ...]
+    shared_bytes: int = 0  # dynamic
+    cluster: int = 1
+    cooperative: bool = False
+
+
+@dataclass(frozen=True)
 class Launch:
-    """One kernel call: the arguments of the operator's schema, then its outputs."""
+    """One operator: the arguments of its schema, then its outputs. `calls` where the target compiles kernels."""
 
     kernel: str
     name: str
@@ -61,17 +95,22 @@ class Launch:
     outputs: tuple[TensorRef, ...]
     bytes_moved: int
     flops: int
+    calls: tuple[KernelCall, ...] = ()
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The launches for steps of up to `tokens` rows. `unshared_bytes` is the arena without reuse of memory."""
+    """The launches for steps of up to `tokens` rows. `unshared_bytes` is the arena without reuse of memory.
+
+    `sm_count` says for which product the calls were chosen; 0 where it does not matter.
+    """
 
     kind: BucketKind
     tokens: int
     launches: tuple[Launch, ...]
     arena_bytes: int
     unshared_bytes: int
+    sm_count: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,11 @@ from dsv4c.checkpoint.tensor_classes import EXPERT, TensorClass, tensor_class
 from dsv4c.engine import format
 from dsv4c.graph.annotations import Constant, Parameter, PlannedPlane, StateLayout
 from dsv4c.graph.builder import build_graph
+from dsv4c.kernels.assign import assign_kernels, plan_variants
+from dsv4c.kernels.registry import KERNELS
 from dsv4c.passes.pass_manager import PassContext, run_passes
 from dsv4c.passes.pipeline import build_pipeline
-from dsv4c.plan.execution_plan import BucketPlan, ExecutionPlan, Extent, TensorRef
+from dsv4c.plan.execution_plan import Arg, BucketPlan, ExecutionPlan, Extent, TensorRef
 from dsv4c.plan.lowering import lower_graph
 from dsv4c.plan.weight_layout import ALIGNMENT, EXPERT_ALIGNMENT
 from dsv4c.recipe import Recipe
@@ -56,6 +58,7 @@ class BucketTotal:
     kind: str
     tokens: int
     launches: int
+    calls: int  # of kernels; an operator may take several on a target that compiles them
     arena_bytes: int
     bytes_moved: int
     flops: int
@@ -146,6 +149,7 @@ class ModelPlan:
             kind=bucket.kind.name.lower(),
             tokens=bucket.tokens,
             launches=sum(self.count(launch.layer) for launch in bucket.launches),
+            calls=sum(self.count(launch.layer) * max(1, len(launch.calls)) for launch in bucket.launches),
             arena_bytes=bucket.arena_bytes,
             bytes_moved=sum(self.count(launch.layer) * launch.bytes_moved for launch in bucket.launches),
             flops=sum(self.count(launch.layer) * launch.flops for launch in bucket.launches),
@@ -159,26 +163,30 @@ class ModelPlan:
     @cached_property
     def plan_section_bytes(self) -> int:
         """About the size of the PLAN section: records are counted, names and shared tensors are estimated."""
-        launches = sum(bucket.launches for bucket in self.buckets)
-        reduced = [launch for bucket in self.reduced.buckets for launch in bucket.launches]
-        args = sum(self.count(launch.layer) * (len(launch.args) + len(launch.outputs)) for launch in reduced)
+        tables = max(1, len(self.recipe.target.sm_counts))  # the same launches for every product
+        launches = args = 0
         # Weights and state are a layer's own; the tensors of the arena mostly lie where those of its like do.
         tensors: dict[TensorRef, int] = {}
-        for launch in reduced:
-            for ref in (*launch.args, *launch.outputs):
-                if isinstance(ref, TensorRef):
-                    own = ref.space in (Space.WEIGHT, Space.STATE)
-                    tensors[ref] = self.count(launch.layer) if own else 1
-        names = {launch.name: self.count(launch.layer) * (len(launch.name) + 1) for launch in reduced}
+        names: dict[str, int] = {}
+        for launch in (launch for bucket in self.reduced.buckets for launch in bucket.launches):
+            count = self.count(launch.layer)
+            names[launch.name] = count * (len(launch.name) + 1)
+            whole: list[Sequence[Arg]] = [(*launch.args, *launch.outputs)]
+            for operands in [call.args for call in launch.calls] or whole:
+                launches += count
+                args += count * len(operands)
+                for ref in operands:
+                    if isinstance(ref, TensorRef):
+                        tensors[ref] = count if ref.space in (Space.WEIGHT, Space.STATE) else 1
         planes = sum(self.count(plane.layer) for plane in self.state.planes)
         return (
             format.PlanHeader.LAYOUT.size
-            + format.Bucket.LAYOUT.size * len(self.buckets)
-            + format.Launch.LAYOUT.size * launches
-            + format.Arg.LAYOUT.size * args
+            + format.Bucket.LAYOUT.size * len(self.buckets) * tables
+            + format.Launch.LAYOUT.size * launches * tables
+            + format.Arg.LAYOUT.size * args * tables
             + format.Tensor.LAYOUT.size * sum(tensors.values())
             + format.State.LAYOUT.size * planes
-            + format.Kernel.LAYOUT.size * len(self.reduced.kernels)
+            + format.Kernel.LAYOUT.size * (len(plan_variants(self.reduced)) or len(self.reduced.kernels))
             + sum(names.values())
         )
 
@@ -269,4 +277,7 @@ def plan_model(config: ModelConfig, weights: Mapping[str, WeightInfo], recipe: R
     graph = build_graph(reduced, kept, recipe.numerics, recipe.rollback_rows)
     graph = run_passes(graph, build_pipeline(), PassContext(recipe.target, recipe))
     plan = lower_graph(graph, recipe.decode_buckets, recipe.mixed_buckets, recipe.rollback_rows)
+    if recipe.target.arch in KERNELS:
+        # One product is enough: they differ in how a few kernels split their work.
+        plan = assign_kernels(plan, replace(recipe.target, sm_counts=recipe.target.sm_counts[:1]))
     return ModelPlan(config, recipe, plan, tuple(map(tuple, groups)))

@@ -17,6 +17,7 @@ from dsv4c.planning.splits import Share, share_of
 from dsv4c.step_abi import Space
 
 _GATHERS = ("embedding", "route_hash", "gather_rows")
+_ATTENTIONS = ("attention", "attention_unrotated")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _scans(launch: Launch, count: int) -> list[Scan]:
         assert isinstance(q, TensorRef)
         heads = q.sizes[1] * q.sizes[2]
         return [Scan(count, _row_bytes(args[2:4]), 2 * heads, _integer(launch, 8), None, _integer(launch, 7))]
-    if launch.kernel != "attention":
+    if launch.kernel not in _ATTENTIONS:
         return []
     q, entries, selected = args[0], args[4], args[6]
     assert isinstance(q, TensorRef)

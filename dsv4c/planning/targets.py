@@ -50,10 +50,10 @@ class PlanTarget:
 PLAN_TARGETS: dict[str, PlanTarget] = {
     "cpu": PlanTarget("cpu", "this machine", "cpu", 0, 0, None, None, None, 0, True),
     "h100": PlanTarget(
-        "h100", "H100 SXM 80 GB", "sm_90a", 80_000_000_000, 500_000_000, 3350 * GB, None, 989.5e12, 132, False
+        "h100", "H100 SXM 80 GB", "sm_90a", 80_000_000_000, 500_000_000, 3350 * GB, None, 989.5e12, 132, True
     ),
     "h200": PlanTarget(
-        "h200", "H200 SXM 141 GB", "sm_90a", 141_000_000_000, 500_000_000, 4800 * GB, 4586 * GB, 989.5e12, 132, False
+        "h200", "H200 SXM 141 GB", "sm_90a", 141_000_000_000, 500_000_000, 4800 * GB, 4586 * GB, 989.5e12, 132, True
     ),
     "orin": PlanTarget(
         "orin", "Jetson AGX Orin 64 GB", "sm_87", 64_000_000_000, 3_000_000_000, 204.8 * GB, None, 42.5e12, 16, False
@@ -135,10 +135,12 @@ def find_plan_target(
 def plan_recipe(target: PlanTarget, path: Path | None) -> Recipe:
     """The recipe of a plan: the target's own, or the one in `path`, which may be of a target that can be built.
 
-    Targets that cannot be built yet have no recipe file: weights as stored, reference numerics, FP8 KV, FP4 index keys.
+    A product without a target of its own (an H200) is planned as the target whose kernels it runs. Targets that cannot
+    be built yet have no recipe file: weights as stored, reference numerics, FP8 KV, FP4 index keys.
     """
-    if target.name in TARGETS:
-        return Recipe.for_target(target.name, path)
+    for built in TARGETS.values():
+        if built.arch == target.arch:
+            return Recipe.for_target(built.name, path)
     as_target = Target(target.name, target.arch, (target.sm_count,), 0, target.memory_bytes, frozenset())
     if path is None:
         return Recipe(target=as_target, numerics="reference", kv="fp8", index_keys="fp4")

@@ -39,6 +39,9 @@ class EngineInfo:
     rank: int
     weight_bytes: int
     threads: int
+    device: str | None = None  # the GPU that holds the weights, such as "GPU 0 (NVIDIA H200)"; None on the cpu
+    sm_count: int = 0  # its streaming multiprocessors; 0 on the cpu
+    weight_seconds: float = 0.0  # that opening took to bring the weights to the GPU; 0 on the cpu, which maps them
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class Session:
         lib.check(status)
 
     def trace(self, token_ids: Ids, slots: Ids, positions: Ids, callback: TraceCallback) -> None:
-        """A step with the logits of every row that calls `callback` after every launch.
+        """A step with the logits of every row that calls `callback` after every operator.
 
         `callback(launch index in its bucket, kernel, graph node, layer or None, outputs)`. An exception of the
         callback stops the step and is raised here; the step then counts as not run.
@@ -174,7 +177,7 @@ class Session:
         self._run_traced(StepArrays(token_ids, slots, positions, None), visit)
 
     def profile(self, token_ids: Ids, slots: Ids, positions: Ids, logits_rows: Ids | None = None) -> list[LaunchTime]:
-        """A step that returns the time of every launch."""
+        """A step that returns the time of every launch; on a GPU that of every operator, which may take several."""
         times = []
 
         def visit(event: lib.TraceEvent) -> None:
@@ -191,7 +194,7 @@ class Session:
                 )
             )
 
-        self._run_traced(StepArrays(token_ids, slots, positions, logits_rows), visit)
+        self._run_traced(StepArrays(token_ids, slots, positions, logits_rows, lib.TIMES_ONLY), visit)
         return times
 
     def length(self, slot: int) -> int:
@@ -246,17 +249,20 @@ class Engine:
         self.info = self._read_info()
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], threads: int | None = None) -> Self:
+    def open(cls, path: str | os.PathLike[str], threads: int | None = None, device: int = 0) -> Self:
         """Open and check an engine; the weights themselves are checked by `verify_weights`.
 
-        `threads`: how many a step uses; None: one per processor.
+        `threads`: how many a step on the cpu uses, or read the weights of a GPU; None: one per processor. `device`:
+        which GPU runs an engine that needs one, counted as the driver does ($CUDA_VISIBLE_DEVICES).
         """
         library = lib.load_library()
         if threads is not None and not 1 <= threads <= 4096:
             raise SessionError(f"threads is {threads}, expected 1 to 4096")
         if b"\0" in os.fsencode(path):
             raise EngineFormatError(f"{os.fspath(path)!r} holds a zero byte and names no file")
-        options = lib.EngineOptions(struct_size=ctypes.sizeof(lib.EngineOptions), threads=threads or 0)
+        if not 0 <= device <= INT32_MAX:
+            raise SessionError(f"device is {device}, expected the index of a GPU")
+        options = lib.EngineOptions(struct_size=ctypes.sizeof(lib.EngineOptions), threads=threads or 0, device=device)
         pointer = ctypes.c_void_p()
         status = library.dsv4c_engine_open(os.fsencode(path), ctypes.byref(options), ctypes.byref(pointer))
         lib.check(status, os.fspath(path))
@@ -296,6 +302,9 @@ class Engine:
             rank=info.rank,
             weight_bytes=info.weight_bytes,
             threads=info.threads,
+            device=info.device.decode(errors="replace") or None,
+            sm_count=info.sm_count,
+            weight_seconds=info.weight_seconds,
         )
 
     def _section(self, section: SectionType) -> bytes | None:
@@ -337,10 +346,13 @@ class Engine:
             raise raised[0]
         lib.check(status, self.path)
 
-    def session(self, slots: int = 1, context: int | None = None, *, poison: bool = False) -> Session:
+    def session(
+        self, slots: int = 1, context: int | None = None, *, poison: bool = False, graphs: bool = True
+    ) -> Session:
         """State for `slots` sequences of up to `context` positions (None: as many as the engine allows).
 
-        Memory is taken as positions are filled. `poison` fills fresh memory with NaN instead of zeros, for tests.
+        On the cpu memory is taken as positions are filled, on a GPU at once. For debugging: `poison` fills fresh memory
+        with NaN instead of zeros, and without `graphs` a GPU is given every launch by itself.
         """
         handle = self._open()
         context = self.info.max_context if context is None else context
@@ -352,7 +364,7 @@ class Engine:
             struct_size=ctypes.sizeof(lib.SessionOptions),
             slots=slots,
             context=context,
-            flags=lib.POISON if poison else 0,
+            flags=(lib.POISON if poison else 0) | (0 if graphs else lib.NO_GRAPHS),
         )
         pointer = ctypes.c_void_p()
         status = self._library.dsv4c_session_create(handle.pointer, ctypes.byref(options), ctypes.byref(pointer))

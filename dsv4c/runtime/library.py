@@ -15,6 +15,8 @@ LIBRARY_VARIABLE = "DSV4C_LIBRARY"
 LIBRARY_NAME = "libdsv4c.so"
 ALL_ROWS = 0xFFFFFFFF
 POISON = 1
+NO_GRAPHS = 2
+TIMES_ONLY = 1
 
 
 class Status(enum.IntEnum):
@@ -30,6 +32,7 @@ class Status(enum.IntEnum):
     BUSY = 9
     STOPPED = 10
     INTERNAL = 11
+    DEVICE = 12
 
 
 _DAMAGED = "copy the file again or rebuild it with `dsv4c build`"
@@ -39,16 +42,20 @@ _ERRORS: dict[Status, tuple[type[Dsv4cError], str | None]] = {
     Status.IO: (EngineFormatError, "check the path and its permissions"),
     Status.FORMAT: (EngineFormatError, _DAMAGED),
     Status.VERSION: (EngineFormatError, "rebuild the engine with this dsv4c, or install the dsv4c that wrote it"),
-    Status.ARCH: (EngineFormatError, "build an engine for this machine with `dsv4c build CHECKPOINT --target cpu`"),
+    Status.ARCH: (EngineFormatError, "build an engine for this machine, as with `dsv4c build CHECKPOINT --target cpu`"),
     Status.DIGEST: (EngineFormatError, _DAMAGED),
     Status.OUT_OF_MEMORY: (SessionError, "use fewer slots or a smaller context"),
-    Status.UNSUPPORTED: (EngineFormatError, "install the dsv4c that wrote the engine, or rebuild it with this one"),
+    Status.UNSUPPORTED: (EngineFormatError, "use the dsv4c that wrote the engine, or build one for this machine"),
     Status.BUSY: (SessionError, "use one session per thread"),
+    Status.DEVICE: (
+        SessionError,
+        "`nvidia-smi` says how the GPU is; after a failed launch the process must start anew",
+    ),
 }
 
 
 class EngineOptions(ctypes.Structure):
-    _fields_ = (("struct_size", ctypes.c_uint32), ("threads", ctypes.c_uint32))
+    _fields_ = (("struct_size", ctypes.c_uint32), ("threads", ctypes.c_uint32), ("device", ctypes.c_uint32))
 
 
 class Info(ctypes.Structure):
@@ -69,6 +76,9 @@ class Info(ctypes.Structure):
         ("threads", ctypes.c_uint32),
         ("eos_token_ids", ctypes.POINTER(ctypes.c_uint32)),
         ("weight_bytes", ctypes.c_uint64),
+        ("device", ctypes.c_char * 100),
+        ("sm_count", ctypes.c_uint32),
+        ("weight_seconds", ctypes.c_double),
     )
 
 
@@ -90,7 +100,7 @@ class Step(ctypes.Structure):
         ("positions", ctypes.c_void_p),
         ("logits_rows", ctypes.c_void_p),
         ("logits_count", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
     )
 
 
@@ -228,4 +238,6 @@ def check(status: int, where: str | None = None) -> None:
     if status not in _ERRORS:  # a bug in dsv4c
         raise RuntimeError(message)
     kind, hint = _ERRORS[Status(status)]
+    if status == Status.OUT_OF_MEMORY and where is not None:  # opening an engine
+        hint = "free memory there, or use a machine that has more"
     raise kind(message, hint=hint)

@@ -34,7 +34,7 @@ def address_of(array: npt.NDArray[Any] | None) -> int | None:
 class StepArrays:
     """Arrays of a step and the C struct that points to them."""
 
-    def __init__(self, token_ids: Ids, slots: Ids, positions: Ids, logits_rows: Ids | None) -> None:
+    def __init__(self, token_ids: Ids, slots: Ids, positions: Ids, logits_rows: Ids | None, flags: int = 0) -> None:
         self.token_ids = int32_array(token_ids, "token_ids")
         self.slots = int32_array(slots, "slots")
         self.positions = int32_array(positions, "positions")
@@ -54,6 +54,7 @@ class StepArrays:
             positions=address_of(self.positions),
             logits_rows=address_of(self.logits_rows),
             logits_count=lib.ALL_ROWS if self.logits_rows is None else len(self.logits_rows),
+            flags=flags,
         )
 
     def pointer(self) -> Any:

@@ -40,10 +40,10 @@ def test_json_of_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_impossible(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--target", "h100"]) == 13
+    assert main(["doctor", "--target", "orin"]) == 13
     out, err = capsys.readouterr()
-    assert "\nbuild for h100: no (target" in out
-    assert err.startswith("error: build for h100: no (target") and "\n\nhint: " in err
+    assert "\nbuild for orin: no (target" in out
+    assert err.startswith("error: build for orin: no (target") and "\n\nhint: " in err
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def run_script(prepare: str, *arguments: str, options: tuple[str, ...] = ()) -> 
 
 @pytest.mark.parametrize("package", ["click", "rich"])
 def test_without_a_package_of_the_command_line(package: str, tmp_path: Path) -> None:
-    result = run_script(f"sys.modules[{package!r}] = None", "--json", "--target", "h100")
-    assert result.returncode == 13 and result.stderr.startswith("error: build for h100: no (target")
-    assert [verdict["subject"] for verdict in json.loads(result.stdout)["verdicts"]] == ["h100"]
+    result = run_script(f"sys.modules[{package!r}] = None", "--json", "--target", "orin")
+    assert result.returncode == 13 and result.stderr.startswith("error: build for orin: no (target")
+    assert [verdict["subject"] for verdict in json.loads(result.stdout)["verdicts"]] == ["orin"]
     result = run_script(f"sys.modules[{package!r}] = None", str(tmp_path / "absent"))
     assert (result.returncode, result.stdout) == (12, "") and result.stderr.startswith("error: there is no ")
 

@@ -83,8 +83,8 @@ def graph(name: str, numerics: Numerics = "exact", quantization: Quantization = 
     return build_graph(opened.config, opened.weights, numerics, ROLLBACK_ROWS)
 
 
-def context(numerics: Numerics = "exact", dump_dir: Path | None = None) -> PassContext:
-    recipe = Recipe(find_target("cpu")).with_overrides(numerics=numerics)
+def context(numerics: Numerics = "exact", dump_dir: Path | None = None, target: str = "cpu") -> PassContext:
+    recipe = Recipe(find_target(target)).with_overrides(numerics=numerics)
     return PassContext(recipe.target, recipe, dump_dir)
 
 

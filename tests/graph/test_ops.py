@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4c.checkpoint.formats import decode_e8m0, quantize_fp4, quantize_fp8
-from dsv4c.graph import ops, sampling, state_ops
+from dsv4c.graph import fused_ops, ops, sampling, state_ops
 
 dsv4 = torch.ops.dsv4
 
@@ -384,6 +384,10 @@ def state_cases() -> dict[str, Callable[[], tuple[Any, ...]]]:
             *(randn(3, 2, 40, dtype=BF16), randn(3, 40, dtype=BF16), ring, ring_scales, None, None, None),
             *(randn(2), slots, positions, table, 5, 1, 4, 0.2),
         ),
+        "attention_unrotated": lambda: (
+            *(randn(3, 2, 40, dtype=BF16), randn(3, 40, dtype=BF16), ring, ring_scales, None, None, None),
+            *(randn(2), slots, positions, table, 5, 1, 4, 0.2, FREQS),
+        ),
         "commit_ring": lambda: (randn(3, 40, dtype=BF16), ring.clone(), ring_scales.clone(), slots, positions, 4),
     }
 
@@ -395,9 +399,17 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "fp4_round": lambda: (randn(3, 2, 37), 32),
     "hadamard": lambda: (randn(3, 2, 16, dtype=BF16),),
     "rope": lambda: (randn(3, 2, 9, dtype=BF16), ints(0, 5, 2), FREQS, True),
+    "row_chain": lambda: (
+        *(randn(3, 2, 16, dtype=BF16), randn(16), ints(0, 5, 2), FREQS),
+        *(True, 1e-6, False, True, int(fused_ops.RowRounding.FP4), 8, 0),
+    ),
     "linear": lambda: (randn(3, 37), fp8_weight(19, 37), exponents(2, 3), 16, 16, BF16),
     "grouped_linear": lambda: (randn(3, 10, dtype=BF16), randn(6, 5), None, 0, 0, 2),
     "mhc_mix": lambda: (randn(1, 3, 7, dtype=BF16), randn(15, 21), randn(3), randn(15), 3, 1e-6, 1e-6),
+    "mhc_mix_norm": lambda: (
+        *(randn(1, 3, 7, dtype=BF16), randn(15, 21), randn(3), randn(15), randn(7)),
+        *(3, 1e-6, 1e-6, 1e-6),
+    ),
     "mhc_combine": lambda: (randn(3, 7), randn(3, 2, 7), randn(3, 2), randn(3, 2, 2)),
     "mhc_head": lambda: (randn(3, 2, 7, dtype=BF16), randn(2, 14), randn(1), randn(2), 1e-6, 1e-6),
     "route_topk": lambda: (randn(3, 5), randn(5), 3, 1.5),

@@ -8,9 +8,10 @@ import pytest
 
 from dsv4c.engine import format as records
 from dsv4c.engine.format import NO_INDEX
-from dsv4c.engine.plan_section import PLAN_VERSION, encode_plan
+from dsv4c.engine.plan_section import PLAN_VERSION, KernelImage, encode_plan
 from dsv4c.graph.annotations import Numerics
-from dsv4c.plan.execution_plan import DTYPES, Arg, ExecutionPlan, TensorRef
+from dsv4c.kernels.select.selection import cuda_variant
+from dsv4c.plan.execution_plan import DTYPES, Arg, EntryPoint, ExecutionPlan, KernelCall, TensorRef
 from dsv4c.step_abi import ArgKind, BucketKind, Dim, DType, LaunchFlag, Space
 from tests.graph.small_models import plan
 
@@ -66,12 +67,12 @@ def made(request: pytest.FixtureRequest) -> ExecutionPlan:
 
 @pytest.fixture(scope="module")
 def section(made: ExecutionPlan) -> Section:
-    return Section(encode_plan(made, sm_count=7))
+    return Section(encode_plan(made))
 
 
 def test_header(made: ExecutionPlan, section: Section) -> None:
     header = section.header
-    assert (header.plan_version, header.world_size, header.rank, header.sm_count) == (PLAN_VERSION, 1, 0, 7)
+    assert (header.plan_version, header.world_size, header.rank, header.sm_count) == (PLAN_VERSION, 1, 0, 0)
     for name in ("vocab_size", "max_context", "block_tokens", "rollback_rows", "hidden_size", "layer_count"):
         assert getattr(header, name) == getattr(made, name)
     assert header.bos_token_id == made.bos_token_id and header.weight_bytes == made.weights.size_bytes
@@ -142,3 +143,36 @@ def test_a_model_without_a_first_token() -> None:
 
 def test_the_same_plan_gives_the_same_bytes(made: ExecutionPlan) -> None:
     assert encode_plan(made) == encode_plan(made)
+
+
+def test_kernel_calls_become_launches_of_their_own() -> None:
+    made = plan("one_layer", "reference")
+    bucket = made.buckets[0]
+    first, second = cuda_variant("rows", "one", WIDTH=8), cuda_variant("rows", "two")
+    called = bucket.launches[0]
+    (out,) = called.outputs
+    calls = (
+        KernelCall(first, (3, 2, 1), 64, (out,), shared_bytes=512),
+        KernelCall(second, (1, 1, 1), 128, (out, out), cooperative=True, cluster=2),
+    )
+    launch = replace(called, flags=LaunchFlag.HEAD, calls=calls)
+    bucket = replace(bucket, launches=(launch,), sm_count=114)
+    made = replace(made, entry_points=(EntryPoint("main", (bucket,)),))
+    images = {first: KernelImage(0, 100, "one"), second: KernelImage(128, 50, "two", shared_bytes=64)}
+    section = Section(encode_plan(made, images))
+    kernels = section.table(records.Kernel, "kernels")
+    assert [section.string(kernel.name) for kernel in kernels] == [launch.kernel] * 2
+    assert [(section.string(k.entry), k.image_offset, k.image_bytes) for k in kernels] == [
+        ("one", 0, 100),
+        ("two", 128, 50),
+    ]
+    (found,) = section.table(records.Bucket, "buckets")
+    assert (found.launch_count, found.sm_count) == (2, 114)
+    stage, last = section.table(records.Launch, "launches")
+    assert LaunchFlag(stage.flags) == LaunchFlag.HEAD | LaunchFlag.STAGE
+    assert LaunchFlag(last.flags) == LaunchFlag.HEAD | LaunchFlag.COOPERATIVE
+    assert (stage.grid_x, stage.grid_y, stage.grid_z, stage.block_x, stage.block_y) == (3, 2, 1, 64, 1)
+    assert (stage.shared_bytes, last.shared_bytes, stage.cluster, last.cluster) == (512, 64, 1, 2)
+    assert (stage.arg_count, stage.output_count, last.arg_count, last.output_count) == (1, 0, 2, 1)
+    assert (stage.bytes_moved, last.bytes_moved) == (0, launch.bytes_moved)
+    assert section.string(stage.name) == section.string(last.name) == launch.name

@@ -72,6 +72,7 @@ class Parts:
     eos_ids: list[int] = field(default_factory=lambda: [EOS])
     strings: bytearray = field(default_factory=lambda: bytearray(b"\0"))
     weights: bytearray = field(default_factory=bytearray)
+    images: bytes = b""  # the KERNELS section; none if empty
     external_name: str = ""
     chunk_header: dict[str, Any] = field(default_factory=dict)
     weight_offsets: dict[str, int] = field(default_factory=dict)
@@ -191,7 +192,7 @@ def _add_bucket(parts: Parts, kind: BucketKind, tokens: int) -> None:
         [sampled],
         LaunchFlag.HEAD | LaunchFlag.SAMPLE,
     )
-    parts.buckets.append(Bucket(kind, tokens, first, len(parts.launches) - first, b.arena_bytes, 0))
+    parts.buckets.append(Bucket(kind, tokens, first, len(parts.launches) - first, b.arena_bytes, 0, 0))
 
 
 def hand_parts() -> Parts:
@@ -280,6 +281,7 @@ def seal(parts: Parts, omit: tuple[SectionType, ...] = ()) -> bytes:
     sections = {
         SectionType.MANIFEST: json.dumps({"model": "hand-made"}).encode(),
         SectionType.PLAN: plan_section(parts),
+        **({SectionType.KERNELS: parts.images} if parts.images else {}),
         SectionType.TOKENIZER: json.dumps({"tokenizer.json": "{}"}).encode(),
         SectionType.GOLDENS: json.dumps({"prompts": []}).encode(),
         SectionType.CHUNKS: chunks_section(parts),

@@ -115,7 +115,7 @@ def test_wrong_magic(refused: Callable[..., EngineFormatError]) -> None:
     ("header", "match"),
     [
         ({"format_version": 7}, "engine has format version 7; this runtime reads 1"),
-        ({"arch": b"sm_90a"}, "engine is for sm_90a, this runtime runs cpu"),
+        ({"arch": b"npu"}, "engine is for npu, this runtime runs cpu and GPUs of NVIDIA"),
         ({"world_size": 2}, "engine is one of 2 ranks"),
         ({"rank": 1}, "engine says rank 1 of 1"),
     ],

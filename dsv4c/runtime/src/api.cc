@@ -106,8 +106,8 @@ uint32_t dsv4c_abi_version(void) { return DSV4C_ABI_VERSION; }
 const char* dsv4c_version(void) { return DSV4C_VERSION_STRING; }
 
 const char* dsv4c_status_name(dsv4c_status status) {
-  static const char* const names[] = {"OK",     "INVALID_ARGUMENT", "IO",          "FORMAT", "VERSION", "ARCH",
-                                      "DIGEST", "OUT_OF_MEMORY",    "UNSUPPORTED", "BUSY",   "STOPPED", "INTERNAL"};
+  static const char* const names[] = {"OK",          "INVALID_ARGUMENT", "IO",   "FORMAT",  "VERSION",  "ARCH",  "DIGEST",
+                                      "OUT_OF_MEMORY", "UNSUPPORTED",    "BUSY", "STOPPED", "INTERNAL", "DEVICE"};
   const size_t index = static_cast<size_t>(status);
   return index < std::size(names) ? names[index] : "UNKNOWN";
 }
@@ -120,7 +120,7 @@ dsv4c_status dsv4c_engine_open(const char* path, const dsv4c_engine_options* opt
     required(path, "path");
     dsv4c_engine_options known = {};
     if (options) known = read_struct(options, "options");
-    *engine = new dsv4c_engine{std::make_shared<const dsv4c::Engine>(path, known.threads)};
+    *engine = new dsv4c_engine{std::make_shared<const dsv4c::Engine>(path, known.threads, known.device)};
   });
 }
 
@@ -150,6 +150,9 @@ dsv4c_status dsv4c_engine_get_info(const dsv4c_engine* engine, dsv4c_engine_info
     known.threads = e.pool().thread_count();
     known.eos_token_ids = e.plan().eos_ids.data();
     known.weight_bytes = plan.weight_bytes;
+    std::strncpy(known.device, e.machine().name.c_str(), sizeof known.device - 1);
+    known.sm_count = e.machine().sm_count;
+    known.weight_seconds = e.backend().weight_seconds();
     std::memcpy(info, &known, std::min<size_t>(size, sizeof known));
   });
 }
@@ -184,10 +187,12 @@ dsv4c_status dsv4c_session_create(dsv4c_engine* engine, const dsv4c_session_opti
     if (options) known = read_struct(options, "options");
     if (known.slots == 0) known.slots = 1;
     if (known.context == 0) known.context = shared->plan().header.max_context;
-    if (known.flags & ~static_cast<uint32_t>(DSV4C_SESSION_POISON))
+    if (known.flags & ~static_cast<uint32_t>(DSV4C_SESSION_POISON | DSV4C_SESSION_NO_GRAPHS))
       fail(DSV4C_INVALID_ARGUMENT, "session flags %u are unknown", known.flags);
-    const bool poison = known.flags & DSV4C_SESSION_POISON;
-    *session = new dsv4c_session{{shared, known.slots, known.context, poison}};
+    dsv4c::ExecutorOptions executor;
+    executor.poison = known.flags & DSV4C_SESSION_POISON;
+    executor.graphs = !(known.flags & DSV4C_SESSION_NO_GRAPHS);
+    *session = new dsv4c_session{{shared, known.slots, known.context, executor}};
   });
 }
 

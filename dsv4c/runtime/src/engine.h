@@ -13,11 +13,13 @@ namespace dsv4c {
 // An open engine: immutable, shared by its sessions and by threads.
 class Engine {
  public:
-  Engine(const std::string& path, unsigned threads);
+  // `device` is the index of the GPU, for engines that need one.
+  Engine(const std::string& path, unsigned threads, unsigned device);
 
   const EngineFile& file() const { return file_; }
   const Plan& plan() const { return plan_; }
   const Backend& backend() const { return *backend_; }
+  const Machine& machine() const { return machine_; }
   ThreadPool& pool() const { return pool_; }
   // Of plan and weights: states of sessions belong to engines that share it.
   const Digest& digest() const { return digest_; }
@@ -26,6 +28,7 @@ class Engine {
   EngineFile file_;
   mutable ThreadPool pool_;
   std::unique_ptr<Backend> backend_;
+  Machine machine_;
   Plan plan_;
   Digest digest_;
 };

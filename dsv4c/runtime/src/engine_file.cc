@@ -33,8 +33,8 @@ bool is_padding(const std::byte* data, const std::byte* end) {
 
 }  // namespace
 
-EngineFile::EngineFile(const std::string& path, const std::string& arch) : file_(path, "engine") {
-  check_header(arch);
+EngineFile::EngineFile(const std::string& path) : file_(path, "engine") {
+  check_header();
   check_table();
   check_gaps();
   check_section_digests();
@@ -43,7 +43,11 @@ EngineFile::EngineFile(const std::string& path, const std::string& arch) : file_
 
 std::string EngineFile::arch() const { return text(header_.arch, sizeof header_.arch); }
 
-void EngineFile::check_header(const std::string& arch_here) {
+uint64_t EngineFile::weights_offset() const {
+  return weights_are_external_ ? 0 : static_cast<uint64_t>(sections_[kWeights].data - file_.data());
+}
+
+void EngineFile::check_header() {
   if (file_.size() < sizeof kMagic || std::memcmp(file_.data(), kMagic, sizeof kMagic) != 0)
     fail(DSV4C_FORMAT, "not an engine file: it does not begin with %.8s", kMagic);
   if (file_.size() < sizeof header_)
@@ -69,8 +73,8 @@ void EngineFile::check_header(const std::string& arch_here) {
   hash.update(file_.data() + sizeof header_, table_bytes);
   if (std::memcmp(hash.finish().data(), header_.table_digest, sizeof header_.table_digest) != 0)
     fail(DSV4C_DIGEST, "header and section table do not match their digest: the engine is damaged");
-  if (arch() != arch_here)
-    fail(DSV4C_ARCH, "engine is for %s, this runtime runs %s", arch().c_str(), arch_here.c_str());
+  if (arch() != "cpu" && !arch().starts_with("sm_"))
+    fail(DSV4C_ARCH, "engine is for %s, this runtime runs cpu and GPUs of NVIDIA (sm_...)", arch().c_str());
   if (header_.world_size == 0 || header_.rank >= header_.world_size)
     fail(DSV4C_FORMAT, "engine says rank %u of %u", header_.rank, header_.world_size);
   if (header_.world_size != 1)

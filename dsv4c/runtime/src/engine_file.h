@@ -20,19 +20,21 @@ struct Bytes {
 // An engine file whose header, table and sections (but the weights' bytes) have been checked.
 class EngineFile {
  public:
-  // `arch` is what this runtime runs: "cpu".
-  EngineFile(const std::string& path, const std::string& arch);
+  explicit EngineFile(const std::string& path);
 
   const format::Header& header() const { return header_; }
   std::string arch() const;
   Bytes section(uint32_t type) const { return sections_[type]; }
+  // Where the weights can be read without mapping them: an open file, and the place of their first byte in it.
+  int weights_descriptor() const { return weights_are_external_ ? external_weights_.descriptor() : file_.descriptor(); }
+  uint64_t weights_offset() const;
   const Digest& section_digest(uint32_t type) const { return digests_[type]; }
 
   // Compares every weight chunk with its digest. False when `progress` (done bytes, total bytes) returned false.
   bool verify_weights(ThreadPool& pool, const std::function<bool(uint64_t, uint64_t)>& progress) const;
 
  private:
-  void check_header(const std::string& arch);
+  void check_header();
   void check_table();
   void check_gaps() const;
   void check_section_digests() const;

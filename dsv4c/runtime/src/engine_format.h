@@ -50,7 +50,7 @@ constexpr int kOutputCount = 2;
 
 enum class BucketKind : uint32_t { DECODE = 1, MIXED = 2 };
 enum class StateKind : uint32_t { SLOT = 1, BLOCK = 2 };
-enum LaunchFlag : uint32_t { kHead = 1, kSample = 2 };
+enum LaunchFlag : uint32_t { kHead = 1, kSample = 2, kStage = 4, kCooperative = 8 };
 
 struct Header {
   char magic[8];
@@ -133,7 +133,8 @@ struct Bucket {
   uint32_t first_launch;
   uint32_t launch_count;
   uint64_t arena_bytes;
-  uint64_t reserved;
+  uint32_t sm_count;
+  uint32_t reserved;
 };
 static_assert(sizeof(Bucket) == 32);
 

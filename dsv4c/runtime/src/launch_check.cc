@@ -174,7 +174,55 @@ std::string_view next_word(std::string_view& text) {
   return word;
 }
 
+// Limits of every GPU since compute capability 8.0.
+constexpr uint32_t kMaxGridX = 0x7FFFFFFF, kMaxGridYZ = 65535;
+constexpr uint32_t kMaxThreads = 1024, kMaxBlockZ = 64;
+constexpr uint32_t kMaxSharedBytes = 1 << 20;
+constexpr uint32_t kMaxCluster = 16;
+// A kernel takes 4 KiB of parameters: a pointer each, and some that the runtime adds.
+constexpr uint32_t kMaxPointers = 500;
+
+bool is_grid(const Launch& launch) {
+  const uint32_t cluster = launch.cluster > 1 ? launch.cluster : 1;
+  return launch.grid_x >= 1 && launch.grid_x <= kMaxGridX && launch.grid_y >= 1 && launch.grid_y <= kMaxGridYZ &&
+         launch.grid_z >= 1 && launch.grid_z <= kMaxGridYZ && cluster <= kMaxCluster && launch.grid_x % cluster == 0;
+}
+
+bool is_block(const Launch& launch) {
+  return launch.block_x >= 1 && launch.block_x <= kMaxThreads && launch.block_y >= 1 &&
+         launch.block_y <= kMaxThreads && launch.block_z >= 1 && launch.block_z <= kMaxBlockZ &&
+         uint64_t{launch.block_x} * launch.block_y * launch.block_z <= kMaxThreads;
+}
+
 }  // namespace
+
+void check_call(const Plan& plan, size_t launch_index, const Bucket& bucket) {
+  const Launch& launch = plan.launches[launch_index];
+  const char* name = plan.text(launch.name);
+  if (launch.flags & ~static_cast<uint32_t>(kHead | kSample | kStage | kCooperative))
+    fail(DSV4C_FORMAT, "plan: launch %zu (%s) has unknown flags %u", launch_index, name, launch.flags);
+  if (launch.arg_count > kMaxPointers)
+    fail(DSV4C_FORMAT, "plan: launch %zu (%s) has %u arguments; a kernel takes at most %u", launch_index, name,
+         launch.arg_count, kMaxPointers);
+  for (uint32_t i = 0; i < launch.arg_count; ++i)
+    if (static_cast<ArgKind>(plan.args[launch.first_arg + i].kind) != ArgKind::TENSOR)
+      fail(DSV4C_FORMAT, "plan: argument %u of launch %zu (%s) is not a tensor; a kernel of a GPU takes pointers", i,
+           launch_index, name);
+  if (!is_grid(launch))
+    fail(DSV4C_FORMAT, "plan: launch %zu (%s) has a grid of %u x %u x %u blocks in clusters of %u", launch_index, name,
+         launch.grid_x, launch.grid_y, launch.grid_z, launch.cluster);
+  if (!is_block(launch) || launch.shared_bytes > kMaxSharedBytes)
+    fail(DSV4C_FORMAT, "plan: launch %zu (%s) has blocks of %u x %u x %u threads with %u bytes of shared memory",
+         launch_index, name, launch.block_x, launch.block_y, launch.block_z, launch.shared_bytes);
+  if (!(launch.flags & kStage)) return;
+  if (launch.output_count != 0)
+    fail(DSV4C_FORMAT, "plan: launch %zu (%s) has outputs, but more calls of its operator follow", launch_index, name);
+  const size_t next = launch_index + 1;
+  const uint32_t when = kHead | kSample;
+  if (next == size_t{bucket.first_launch} + bucket.launch_count || plan.launches[next].name != launch.name ||
+      (plan.launches[next].flags & when) != (launch.flags & when))
+    fail(DSV4C_FORMAT, "plan: launch %zu (%s) is not followed by the other calls of its operator", launch_index, name);
+}
 
 void check_arguments(const Plan& plan, size_t launch_index) {
   const Launch& launch = plan.launches[launch_index];

@@ -6,7 +6,7 @@
 
 namespace dsv4c {
 
-// A file mapped read-only. Pages are read when touched.
+// A file mapped read-only. Pages are read when touched. It stays open, for readers that would rather not map it.
 class MappedFile {
  public:
   MappedFile() = default;
@@ -20,8 +20,10 @@ class MappedFile {
 
   const std::byte* data() const { return data_; }
   uint64_t size() const { return size_; }
+  int descriptor() const { return descriptor_; }
 
  private:
+  int descriptor_ = -1;
   const std::byte* data_ = nullptr;  // null for an empty file
   uint64_t size_ = 0;
 };

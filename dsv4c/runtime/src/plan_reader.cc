@@ -1,5 +1,6 @@
 #include "plan_reader.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstring>
 
@@ -77,11 +78,23 @@ void check_states(const Plan& plan) {
   }
 }
 
-void check_kernels(const Plan& plan, const std::function<bool(std::string_view)>& has_kernel) {
+void check_kernels(const Plan& plan, const Machine& machine) {
   for (size_t i = 0; i < plan.kernels.size(); ++i) {
-    check_string(plan, plan.kernels[i].name, "kernel", i);
-    const char* name = plan.text(plan.kernels[i].name);
-    if (!has_kernel(name)) fail(DSV4C_UNSUPPORTED, "engine needs kernel %s, which this runtime does not have", name);
+    const Kernel& kernel = plan.kernels[i];
+    check_string(plan, kernel.name, "kernel", i);
+    const char* name = plan.text(kernel.name);
+    if (!machine.runs_images()) {
+      if (!machine.has_kernel(name))
+        fail(DSV4C_UNSUPPORTED, "engine needs kernel %s, which this runtime does not have", name);
+      continue;
+    }
+    check_string(plan, kernel.entry, "the entry of kernel", i);
+    if (kernel.image_bytes == 0 || kernel.image_offset > machine.kernel_bytes ||
+        kernel.image_bytes > machine.kernel_bytes - kernel.image_offset)
+      fail(DSV4C_FORMAT,
+           "plan: the image of kernel %zu (%s, offset %" PRIu64 ", %" PRIu64 " bytes) lies outside the %" PRIu64
+           " bytes of KERNELS",
+           i, name, kernel.image_offset, kernel.image_bytes, machine.kernel_bytes);
   }
 }
 
@@ -98,7 +111,7 @@ void check_flags(const Plan& plan, size_t launch_index, const Tensor& tensor) {
          plan.text(launch.name));
 }
 
-void check_launch(const Plan& plan, size_t index, const Bucket& bucket) {
+void check_launch(const Plan& plan, size_t index, const Bucket& bucket, const Machine& machine) {
   const Launch& launch = plan.launches[index];
   check_string(plan, launch.name, "launch", index);
   if (launch.kernel >= plan.kernels.size())
@@ -127,30 +140,53 @@ void check_launch(const Plan& plan, size_t index, const Bucket& bucket) {
     check_extent(plan, tensor_index, bucket);
     check_flags(plan, index, tensor);
   }
+  if (machine.runs_images()) return check_call(plan, index, bucket);
+  if (launch.flags & ~static_cast<uint32_t>(kHead | kSample))
+    fail(DSV4C_FORMAT, "plan: launch %zu (%s) has unknown flags %u", index, plan.text(launch.name), launch.flags);
   check_arguments(plan, index);
 }
 
-void check_entry_points(Plan& plan) {
-  bool has_main = false;
+uint32_t sm_count_of(const Plan& plan, const Bucket& bucket) {
+  return bucket.sm_count != 0 ? bucket.sm_count : plan.header.sm_count;
+}
+
+// The buckets of main that the machine can run: for its number of SMs, or for any.
+void choose_buckets(Plan& plan, const EntryPoint& main, const Machine& machine) {
+  std::vector<uint32_t> others;
+  for (uint32_t i = 0; i < main.bucket_count; ++i) {
+    const uint32_t sm_count = sm_count_of(plan, plan.buckets[main.first_bucket + i]);
+    if (sm_count == 0 || sm_count == machine.sm_count)
+      plan.main_buckets.push_back(main.first_bucket + i);
+    else if (std::find(others.begin(), others.end(), sm_count) == others.end())
+      others.push_back(sm_count);
+  }
+  for (uint32_t bucket : plan.main_buckets)
+    if (static_cast<BucketKind>(plan.buckets[bucket].kind) == BucketKind::MIXED) return;
+  if (others.empty()) fail(DSV4C_FORMAT, "entry point main has no mixed bucket");
+  if (!machine.runs_images())
+    fail(DSV4C_FORMAT, "entry point main has buckets for %u streaming multiprocessors on the cpu target", others[0]);
+  std::sort(others.begin(), others.end());
+  std::string counts;
+  for (uint32_t count : others) counts += (counts.empty() ? "" : ", ") + std::to_string(count);
+  fail(DSV4C_ARCH, "engine is for GPUs with %s streaming multiprocessors; %s has %u", counts.c_str(),
+       machine.name.c_str(), machine.sm_count);
+}
+
+void check_entry_points(Plan& plan, const Machine& machine) {
+  const EntryPoint* main = nullptr;
   for (size_t i = 0; i < plan.entry_points.size(); ++i) {
     const EntryPoint& entry = plan.entry_points[i];
     check_string(plan, entry.name, "entry point", i);
     check_range(entry.first_bucket, entry.bucket_count, plan.buckets.size(), "entry point", i, "buckets");
-    if (std::strcmp(plan.text(entry.name), "main") != 0) continue;
-    has_main = true;
-    plan.main = entry;
+    if (std::strcmp(plan.text(entry.name), "main") == 0) main = &entry;
   }
-  if (!has_main) fail(DSV4C_FORMAT, "plan has no entry point main");
-  bool has_mixed = false;
-  for (uint32_t i = 0; i < plan.main.bucket_count; ++i)
-    has_mixed |= static_cast<BucketKind>(plan.buckets[plan.main.first_bucket + i].kind) == BucketKind::MIXED;
-  if (!has_mixed) fail(DSV4C_FORMAT, "entry point main has no mixed bucket");
+  if (!main) fail(DSV4C_FORMAT, "plan has no entry point main");
+  choose_buckets(plan, *main, machine);
 }
 
 }  // namespace
 
-Plan read_plan(Bytes section, const Header& header, uint64_t weight_bytes,
-               const std::function<bool(std::string_view)>& has_kernel) {
+Plan read_plan(Bytes section, const Header& header, uint64_t weight_bytes, const Machine& machine) {
   Plan plan;
   PlanHeader& h = plan.header;
   if (section.size < sizeof h)
@@ -171,7 +207,7 @@ Plan read_plan(Bytes section, const Header& header, uint64_t weight_bytes,
 
   check_header(plan, header, weight_bytes);
   check_states(plan);
-  check_kernels(plan, has_kernel);
+  check_kernels(plan, machine);
   for (size_t i = 0; i < plan.tensors.size(); ++i) check_tensor(plan, i);
   for (size_t i = 0; i < plan.buckets.size(); ++i) {
     const Bucket& bucket = plan.buckets[i];
@@ -181,9 +217,9 @@ Plan read_plan(Bytes section, const Header& header, uint64_t weight_bytes,
     if (bucket.tokens == 0 || bucket.tokens > INT32_MAX)
       fail(DSV4C_FORMAT, "plan: bucket %zu has a capacity of %u tokens", i, bucket.tokens);
     check_range(bucket.first_launch, bucket.launch_count, plan.launches.size(), "bucket", i, "launches");
-    for (uint32_t j = 0; j < bucket.launch_count; ++j) check_launch(plan, bucket.first_launch + j, bucket);
+    for (uint32_t j = 0; j < bucket.launch_count; ++j) check_launch(plan, bucket.first_launch + j, bucket, machine);
   }
-  check_entry_points(plan);
+  check_entry_points(plan, machine);
   return plan;
 }
 

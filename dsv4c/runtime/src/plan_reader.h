@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -21,15 +22,25 @@ struct Plan {
   std::vector<format::Kernel> kernels;
   std::vector<uint32_t> eos_ids;
   std::vector<char> strings;  // ends with a zero, so every offset is a terminated string
-  format::EntryPoint main;
+  // Buckets of the entry point main that the machine runs.
+  std::vector<uint32_t> main_buckets;
 
   const char* text(uint32_t offset) const { return strings.data() + offset; }
   int32_t mask_words() const { return static_cast<int32_t>((header.vocab_size + 31) / 32); }
 };
 
-// `has_kernel` says whether the backend knows a kernel by name.
-Plan read_plan(Bytes section, const format::Header& header, uint64_t weight_bytes,
-               const std::function<bool(std::string_view)>& has_kernel);
+// The machine that an engine is opened for, as far as a plan must fit it.
+struct Machine {
+  // Whether the runtime has a kernel by that name. Null on a GPU, whose kernels are images in the engine.
+  std::function<bool(std::string_view)> has_kernel;
+  uint64_t kernel_bytes = 0;  // of the KERNELS section
+  std::string name;           // "GPU 0 (NVIDIA H100 80GB HBM3)"; empty on a cpu
+  uint32_t sm_count = 0;      // 0 on a cpu
+
+  bool runs_images() const { return !has_kernel; }
+};
+
+Plan read_plan(Bytes section, const format::Header& header, uint64_t weight_bytes, const Machine& machine);
 
 // Bytes one slot (SLOT planes) or one block (BLOCK planes) takes; `read_plan` has checked that it fits.
 inline uint64_t unit_bytes(const format::State& state) { return state.rows * state.row_bytes; }

@@ -12,12 +12,6 @@ namespace {
 
 using namespace format;
 
-uint64_t largest_arena(const Plan& plan) {
-  uint64_t bytes = 0;
-  for (const Bucket& bucket : plan.buckets) bytes = std::max(bytes, bucket.arena_bytes);
-  return bytes;
-}
-
 template <typename T>
 void gather(std::vector<T>& into, const T* from, const std::vector<size_t>& indices, size_t width = 1) {
   into.resize(indices.size() * width);
@@ -27,11 +21,11 @@ void gather(std::vector<T>& into, const T* from, const std::vector<size_t>& indi
 
 }  // namespace
 
-Session::Session(std::shared_ptr<const Engine> engine, uint32_t slots, uint32_t context, bool poison)
+Session::Session(std::shared_ptr<const Engine> engine, uint32_t slots, uint32_t context,
+                 const ExecutorOptions& options)
     : engine_(std::move(engine)),
-      state_(*engine_, slots, context, poison),
-      poison_(poison),
-      arena_(largest_arena(engine_->plan()), "the arena"),
+      executor_(engine_->backend().executor(options)),
+      state_(*engine_, *executor_, slots, context, options.poison),
       next_(slots),
       row_counts_(slots) {}
 
@@ -45,6 +39,8 @@ void Session::validate(const dsv4c_step& step) {
   if (step.row_count > INT32_MAX) fail(DSV4C_INVALID_ARGUMENT, "a step of %u rows is too long", step.row_count);
   if (!step.token_ids || !step.slots || !step.positions)
     fail(DSV4C_INVALID_ARGUMENT, "token_ids, slots and positions must not be null");
+  if (step.flags & ~static_cast<uint32_t>(DSV4C_STEP_TIMES_ONLY))
+    fail(DSV4C_INVALID_ARGUMENT, "step flags %u are unknown", step.flags);
   const uint32_t vocab_size = engine_->plan().header.vocab_size;
   for (uint32_t slot = 0; slot < state_.slot_count(); ++slot) next_[slot] = state_.length(slot);
   std::fill(row_counts_.begin(), row_counts_.end(), 0);
@@ -109,8 +105,8 @@ const Bucket& Session::choose_bucket(uint32_t rows, bool decode) const {
   const Plan& plan = engine_->plan();
   const Bucket* fitting[2] = {};  // decode, mixed
   const Bucket* largest = nullptr;
-  for (uint32_t i = 0; i < plan.main.bucket_count; ++i) {
-    const Bucket& bucket = plan.buckets[plan.main.first_bucket + i];
+  for (uint32_t index : plan.main_buckets) {
+    const Bucket& bucket = plan.buckets[index];
     const bool mixed = static_cast<BucketKind>(bucket.kind) == BucketKind::MIXED;
     if (mixed && (!largest || bucket.tokens > largest->tokens)) largest = &bucket;
     const Bucket*& best = fitting[mixed];
@@ -147,11 +143,13 @@ void Session::trace(const dsv4c_step& step, dsv4c_trace_fn callback, void* user)
   Request request;
   request.callback = callback;
   request.user = user;
+  request.trace_outputs = !(step.flags & DSV4C_STEP_TIMES_ONLY);
   run(step, request);
 }
 
 void Session::run(const dsv4c_step& step, const Request& request) {
   const bool decode = std::all_of(row_counts_.begin(), row_counts_.end(), [](uint32_t rows) { return rows <= 1; });
+  executor_->reserve_logits(std::min<uint64_t>(wanted_.size(), largest_bucket(engine_->plan())));
   try {
     for (uint32_t begin = 0; begin < step.row_count;) {
       const Bucket& bucket = choose_bucket(step.row_count - begin, decode && begin == 0);
@@ -210,29 +208,32 @@ void Session::run_piece(const dsv4c_step& step, const Request& request, const Bu
   dim(Dim::SLOTS) = state_.slot_count();
   dim(Dim::BLOCKS) = state_.block_count();
   dim(Dim::TABLE) = state_.blocks_per_slot();
-  memory.arena = arena_.data();
-  memory.weights = engine_->file().section(kWeights).data;
   memory.states = state_.planes();
   input(Input::TOKEN_IDS) = step.token_ids + begin;
   input(Input::SLOTS) = step.slots + begin;
   input(Input::POSITIONS) = step.positions + begin;
   input(Input::BLOCK_TABLE) = state_.block_table();
+  memory.block_table_version = state_.block_table_version();
   input(Input::LOGITS_ROWS) = piece_rows_.data();
   if (request.sampling && rows > 0) gather_sampling(*request.sampling, memory);
 
   // Straight to the caller where the piece's rows follow one another there.
   const bool direct = request.logits && rows > 0 && requests_.back() - requests_.front() + 1 == rows &&
                       std::is_sorted(requests_.begin(), requests_.end());
-  if (!direct) logits_.resize(rows * vocab_size);
-  float* logits = direct ? request.logits + requests_.front() * vocab_size : logits_.data();
+  float* logits = nullptr;
+  if (direct) {
+    logits = request.logits + requests_.front() * vocab_size;
+  } else if (request.logits) {
+    logits_.resize(rows * vocab_size);
+    logits = logits_.data();
+  }
   ids_.resize(rows);
   memory.outputs[static_cast<int>(Output::LOGITS)] = logits;
-  memory.outputs[static_cast<int>(Output::SAMPLED)] = ids_.data();
+  memory.outputs[static_cast<int>(Output::SAMPLED)] = request.ids ? ids_.data() : nullptr;
 
-  if (poison_ && arena_.size() > 0) std::memset(arena_.data(), 0xFF, arena_.size());
-  LaunchObserver traced;
-  if (request.callback) traced = observer(request, begin, end - begin);
-  engine_->backend().run(bucket, memory, request.sampling != nullptr, request.callback ? &traced : nullptr);
+  Trace trace;
+  if (request.callback) trace = observer(request, begin, end - begin);
+  executor_->run(bucket, memory, request.sampling != nullptr, request.callback ? &trace : nullptr);
 
   for (size_t i = 0; i < rows; ++i) {
     if (request.logits && !direct)
@@ -241,10 +242,12 @@ void Session::run_piece(const dsv4c_step& step, const Request& request, const Bu
   }
 }
 
-LaunchObserver Session::observer(const Request& request, uint32_t first_row, uint32_t row_count) const {
-  return [this, request, first_row, row_count](const LaunchReport& report) {
+Trace Session::observer(const Request& request, uint32_t first_row, uint32_t row_count) const {
+  Trace trace;
+  trace.outputs = request.trace_outputs;
+  trace.observer = [this, request, first_row, row_count](const LaunchReport& report) {
     const Plan& plan = engine_->plan();
-    std::vector<dsv4c_trace_tensor> outputs(report.launch.output_count);
+    std::vector<dsv4c_trace_tensor> outputs(report.output_count);
     for (size_t i = 0; i < outputs.size(); ++i) {
       const TensorView& view = report.outputs[i].tensor;
       outputs[i].data = view.data;
@@ -261,13 +264,14 @@ LaunchObserver Session::observer(const Request& request, uint32_t first_row, uin
     event.layer = report.launch.layer;
     event.first_row = first_row;
     event.row_count = row_count;
-    event.output_count = report.launch.output_count;
+    event.output_count = report.output_count;
     event.outputs = outputs.data();
-    event.bytes_moved = report.launch.bytes_moved;
-    event.flops = report.launch.flops;
+    event.bytes_moved = report.bytes_moved;
+    event.flops = report.flops;
     event.seconds = report.seconds;
     return request.callback(request.user, &event) == 0;
   };
+  return trace;
 }
 
 }  // namespace dsv4c

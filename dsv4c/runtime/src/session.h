@@ -14,7 +14,7 @@ namespace dsv4c {
 // Runs steps over the slots of a SessionState. One thread at a time: the C functions hold `in_use` during a call.
 class Session {
  public:
-  Session(std::shared_ptr<const Engine> engine, uint32_t slots, uint32_t context, bool poison);
+  Session(std::shared_ptr<const Engine> engine, uint32_t slots, uint32_t context, const ExecutorOptions& options);
 
   SessionState& state() { return state_; }
   std::atomic<bool>& in_use() { return in_use_; }
@@ -28,11 +28,12 @@ class Session {
  private:
   // What a step is asked for, one entry per logits row.
   struct Request {
-    float* logits = nullptr;  // null: into scratch memory
+    float* logits = nullptr;  // null: not wanted
     const dsv4c_sampling* sampling = nullptr;
     int32_t* ids = nullptr;
     dsv4c_trace_fn callback = nullptr;
     void* user = nullptr;
+    bool trace_outputs = true;
   };
 
   // Throws without having changed anything. Sets next_, row_counts_ and wanted_.
@@ -44,12 +45,11 @@ class Session {
   void run_piece(const dsv4c_step& step, const Request& request, const format::Bucket& bucket, uint32_t begin,
                  uint32_t end);
   void gather_sampling(const dsv4c_sampling& sampling, StepMemory& memory);
-  LaunchObserver observer(const Request& request, uint32_t first_row, uint32_t row_count) const;
+  Trace observer(const Request& request, uint32_t first_row, uint32_t row_count) const;
 
   std::shared_ptr<const Engine> engine_;
+  std::unique_ptr<Executor> executor_;
   SessionState state_;
-  bool poison_;
-  Memory arena_;
   std::atomic<bool> in_use_{false};
 
   // Of the step being run.

@@ -14,7 +14,7 @@ using namespace format;
 
 constexpr char kStateMagic[8] = {'D', 'S', 'V', '4', 'C', 'S', 'T', 'A'};
 constexpr uint32_t kStateVersion = 1;
-constexpr uint64_t kPlaneAlign = 64;
+constexpr uint64_t kPlaneAlign = 256;
 
 // Then the pieces of the slot's planes in the order of the plan.
 struct StateHeader {
@@ -32,8 +32,8 @@ bool is_block(const State& state) { return static_cast<StateKind>(state.kind) ==
 
 }  // namespace
 
-SessionState::SessionState(const Engine& engine, uint32_t slots, uint32_t context, bool poison)
-    : engine_(engine), plan_(engine.plan()), context_(context), poison_(poison) {
+SessionState::SessionState(const Engine& engine, Executor& executor, uint32_t slots, uint32_t context, bool poison)
+    : engine_(engine), plan_(engine.plan()), executor_(executor), context_(context), poison_(poison) {
   const PlanHeader& header = plan_.header;
   if (slots > INT32_MAX) fail(DSV4C_INVALID_ARGUMENT, "session of %u slots; at most %d are possible", slots, INT32_MAX);
   if (context == 0 || context > header.max_context)
@@ -59,9 +59,10 @@ SessionState::SessionState(const Engine& engine, uint32_t slots, uint32_t contex
   }
   char what[96];
   std::snprintf(what, sizeof what, "the state of %u slots with %u positions", slots, context);
-  memory_ = Memory(total, what);
-  if (poison_ && total > 0) std::memset(memory_.data(), 0xFF, total);
-  for (uint64_t offset : offsets) planes_.push_back(memory_.data() + offset);
+  std::byte* memory = executor_.allocate_state(total, what);
+  if (poison_ && total > 0) executor_.fill(memory, 0xFF, total);
+  executor_.finish();
+  for (uint64_t offset : offsets) planes_.push_back(memory + offset);
   block_table_.resize(blocks);
   for (uint64_t i = 0; i < blocks; ++i) block_table_[i] = static_cast<int32_t>(i);
   slots_.resize(slots);
@@ -87,7 +88,8 @@ bool SessionState::abandon(uint32_t slot, uint32_t length) {
 void SessionState::reset(uint32_t slot) {
   slots_[slot] = {};
   if (!poison_) return;
-  for_each_piece(slot, context_, [](Piece piece) { std::memset(piece.data, 0xFF, piece.size); });
+  for_each_piece(slot, context_, [this](Piece piece) { executor_.fill(piece.data, 0xFF, piece.size); });
+  executor_.finish();
 }
 
 void SessionState::truncate(uint32_t slot, uint32_t position) {
@@ -121,9 +123,12 @@ void SessionState::for_each_piece(uint32_t slot, uint32_t length, const std::fun
       continue;
     }
     uint64_t left = used_bytes(state, length);
-    for (const int32_t* block = block_table_.data() + slot * blocks_per_slot_; left > 0; ++block) {
-      const uint64_t bytes = std::min(left, unit);
-      visit({planes_[i] + static_cast<uint64_t>(*block) * unit, bytes});
+    const int32_t* block = block_table_.data() + slot * blocks_per_slot_;
+    while (left > 0) {
+      const Piece first{planes_[i] + static_cast<uint64_t>(*block) * unit, std::min(left, unit)};
+      uint64_t bytes = first.size;
+      for (++block; bytes < left && block[0] == block[-1] + 1; ++block) bytes += std::min(left - bytes, unit);
+      visit({first.data, bytes});
       left -= bytes;
     }
   }
@@ -135,10 +140,18 @@ void SessionState::fork(uint32_t source, uint32_t destination) {
   std::vector<Piece> pieces;
   for_each_piece(source, length, [&](Piece piece) { pieces.push_back(piece); });
   size_t next = 0;
+  // The blocks of the two slots may follow one another in different places.
   for_each_piece(destination, length, [&](Piece piece) {
-    std::memcpy(piece.data, pieces[next].data, piece.size);
-    ++next;
+    while (piece.size > 0) {
+      Piece& from = pieces[next];
+      const uint64_t bytes = std::min(piece.size, from.size);
+      executor_.copy(piece.data, from.data, bytes);
+      piece = {piece.data + bytes, piece.size - bytes};
+      from = {from.data + bytes, from.size - bytes};
+      if (from.size == 0) ++next;
+    }
   });
+  executor_.finish();
   slots_[destination] = slots_[source];
 }
 
@@ -158,9 +171,10 @@ void SessionState::save(uint32_t slot, std::byte* data) const {
   std::memcpy(data, &header, sizeof header);
   data += sizeof header;
   for_each_piece(slot, s.length, [&](Piece piece) {
-    std::memcpy(data, piece.data, piece.size);
+    executor_.read(data, piece.data, piece.size);
     data += piece.size;
   });
+  executor_.finish();
 }
 
 void SessionState::restore(uint32_t slot, const std::byte* data, uint64_t size) {
@@ -184,9 +198,10 @@ void SessionState::restore(uint32_t slot, const std::byte* data, uint64_t size) 
          size, payload + sizeof header);
   data += sizeof header;
   for_each_piece(slot, header.length, [&](Piece piece) {
-    std::memcpy(piece.data, data, piece.size);
+    executor_.write(piece.data, data, piece.size);
     data += piece.size;
   });
+  executor_.finish();
   slots_[slot] = restored;
 }
 

@@ -6,20 +6,21 @@
 #include <vector>
 
 #include "engine.h"
-#include "memory.h"
 
 namespace dsv4c {
 
 // The state planes of a session and how far each slot has come.
 class SessionState {
  public:
-  SessionState(const Engine& engine, uint32_t slots, uint32_t context, bool poison);
+  // The planes lie in the executor's memory.
+  SessionState(const Engine& engine, Executor& executor, uint32_t slots, uint32_t context, bool poison);
 
   uint32_t slot_count() const { return static_cast<uint32_t>(slots_.size()); }
   uint32_t context() const { return context_; }
   int64_t blocks_per_slot() const { return blocks_per_slot_; }
   int64_t block_count() const { return static_cast<int64_t>(block_table_.size()); }
   const int32_t* block_table() const { return block_table_.data(); }  // [slots, blocks_per_slot]
+  uint64_t block_table_version() const { return block_table_version_; }  // changes with the table's bytes
   std::byte* const* planes() const { return planes_.data(); }
 
   uint32_t length(uint32_t slot) const { return slots_[slot].length; }
@@ -49,17 +50,18 @@ class SessionState {
   uint32_t lowest_position(const Slot& slot) const;
   uint64_t used_bytes(const format::State& state, uint32_t length) const;
   uint64_t saved_bytes(uint32_t length) const;
-  // The memory of a slot of `length` positions, plane after plane. Slots of equal length have equal pieces.
+  // The memory of a slot of `length` positions, plane after plane. Blocks that follow one another are one piece.
   void for_each_piece(uint32_t slot, uint32_t length, const std::function<void(Piece)>& visit) const;
 
   const Engine& engine_;
   const Plan& plan_;
+  Executor& executor_;
   uint32_t context_;
   bool poison_;
   int64_t blocks_per_slot_;
-  Memory memory_;
   std::vector<std::byte*> planes_;
   std::vector<int32_t> block_table_;
+  uint64_t block_table_version_ = 1;
   std::vector<Slot> slots_;
 };
 

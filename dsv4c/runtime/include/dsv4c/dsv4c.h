@@ -37,7 +37,8 @@ typedef enum dsv4c_status {
   DSV4C_UNSUPPORTED = 8,   /* a kernel or feature that this runtime lacks */
   DSV4C_BUSY = 9,          /* the session is in use by another thread */
   DSV4C_STOPPED = 10,      /* a callback asked to stop */
-  DSV4C_INTERNAL = 11      /* a bug in dsv4c */
+  DSV4C_INTERNAL = 11,     /* a bug in dsv4c */
+  DSV4C_DEVICE = 12        /* an error that the GPU's driver reported */
 } dsv4c_status;
 
 typedef struct dsv4c_engine dsv4c_engine;
@@ -54,6 +55,7 @@ DSV4C_API const char* dsv4c_last_error(void);
 typedef struct dsv4c_engine_options {
   uint32_t struct_size;
   uint32_t threads; /* 0: one per processor */
+  uint32_t device;  /* index of the GPU; engines for the cpu ignore it */
 } dsv4c_engine_options;
 
 #define DSV4C_NO_TOKEN (-1)
@@ -75,6 +77,9 @@ typedef struct dsv4c_engine_info {
   uint32_t threads;
   const uint32_t* eos_token_ids; /* valid while the engine is open */
   uint64_t weight_bytes;
+  char device[100];  /* "GPU 0 (NVIDIA H200)", zero-terminated; "" on the cpu */
+  uint32_t sm_count; /* streaming multiprocessors of the GPU; 0 on the cpu */
+  double weight_seconds; /* that opening took to bring the weights to the GPU; 0 on the cpu, which maps them */
 } dsv4c_engine_info;
 
 enum {
@@ -90,7 +95,8 @@ enum {
 /* Nonzero stops the verification with DSV4C_STOPPED. */
 typedef int (*dsv4c_progress_fn)(void* user, uint64_t done_bytes, uint64_t total_bytes);
 
-/* Checks everything in the file but the weights' digests; writes nothing to disk. `options` may be NULL. */
+/* Checks everything in the file but the weights' digests; writes nothing to disk. An engine for a GPU needs NVIDIA's
+ * driver and copies its weights there. `options` may be NULL. */
 DSV4C_API dsv4c_status dsv4c_engine_open(const char* path, const dsv4c_engine_options* options, dsv4c_engine** engine);
 DSV4C_API void dsv4c_engine_close(dsv4c_engine* engine);
 DSV4C_API dsv4c_status dsv4c_engine_get_info(const dsv4c_engine* engine, dsv4c_engine_info* info);
@@ -104,7 +110,9 @@ DSV4C_API dsv4c_status dsv4c_engine_verify_weights(const dsv4c_engine* engine, d
 
 enum {
   /* Debugging: fresh state and scratch memory hold NaN bytes (0xFF) instead of zeros. */
-  DSV4C_SESSION_POISON = 1
+  DSV4C_SESSION_POISON = 1,
+  /* Debugging: launch every kernel by itself where a GPU would replay a CUDA graph. */
+  DSV4C_SESSION_NO_GRAPHS = 2
 };
 
 typedef struct dsv4c_session_options {
@@ -116,6 +124,12 @@ typedef struct dsv4c_session_options {
 
 #define DSV4C_ALL_ROWS UINT32_MAX
 
+enum {
+  /* A traced step reports times and no outputs; on a GPU they are then those of an ordinary step, and the callback is
+   * called when all launches have run. */
+  DSV4C_STEP_TIMES_ONLY = 1
+};
+
 /* Token rows of one step. The rows of a slot are consecutive positions that continue the slot. */
 typedef struct dsv4c_step {
   uint32_t struct_size;
@@ -125,7 +139,7 @@ typedef struct dsv4c_step {
   const int32_t* positions; /* [row_count] */
   const int32_t* logits_rows; /* [logits_count], each once; NULL with DSV4C_ALL_ROWS or 0 */
   uint32_t logits_count;      /* DSV4C_ALL_ROWS: every row */
-  uint32_t reserved;
+  uint32_t flags;
 } dsv4c_step;
 
 /* One entry per logits row. */
@@ -140,7 +154,7 @@ typedef struct dsv4c_sampling {
 } dsv4c_sampling;
 
 typedef struct dsv4c_trace_tensor {
-  const void* data;
+  const void* data; /* in the host's memory */
   uint32_t dtype; /* code of the engine file: 1 float32, 2 bfloat16, ... */
   uint32_t ndim;
   int64_t size[4];
@@ -178,7 +192,7 @@ DSV4C_API dsv4c_status dsv4c_session_step(dsv4c_session* session, const dsv4c_st
 /* ids: one per logits row; -1 where the mask allows no token. */
 DSV4C_API dsv4c_status dsv4c_session_sample(dsv4c_session* session, const dsv4c_step* step,
                                             const dsv4c_sampling* sampling, int32_t* ids);
-/* A step that calls `callback` after every launch. */
+/* A step that calls `callback` after every launch, on a GPU after the last one of every operator. */
 DSV4C_API dsv4c_status dsv4c_session_trace(dsv4c_session* session, const dsv4c_step* step, dsv4c_trace_fn callback,
                                            void* user);
 
