@@ -51,7 +51,7 @@ def _check(launch: Launch, calls: tuple[KernelCall, ...], target: Target) -> Non
             raise KernelError(f"{where}: a grid of {call.grid} blocks of {call.block} threads cannot be launched")
         if call.shared_bytes > target.smem_per_block:
             raise KernelError(
-                f"{where} asks for {call.shared_bytes} bytes of shared memory; {target.arch} has {target.smem_per_block}"
+                f"{where} asks for {call.shared_bytes} bytes of shared memory, a block can have {target.smem_per_block}"
             )
     assert calls and calls[-1].args[len(calls[-1].args) - len(launch.outputs) :] == launch.outputs, launch.name
 

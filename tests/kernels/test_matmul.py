@@ -181,6 +181,5 @@ def test_flash_grouped(on_device: Runner, tokens: int, capacity: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.sm90a
-@pytest.mark.parametrize(("tokens", "capacity"), [(4, 4), (100, 256)])
-def test_flash_head(on_device: Runner, tokens: int, capacity: int) -> None:
-    check(on_device, activations(tokens, 4096), "bf16", 129280, F32, capacity=capacity, dim=Dim.LOGITS)
+def test_flash_head(on_device: Runner) -> None:
+    check(on_device, activations(4, 4096), "bf16", 129280, F32, capacity=4, dim=Dim.LOGITS)

@@ -111,18 +111,15 @@ def test_combine_of_a_float32_result(runner: Runner) -> None:
     check("mhc_combine", y, normal(5, 4, 64).bfloat16(), normal(5, 4), normal(5, 4, 4), runner=runner)
 
 
-REAL_WIDTHS = [
-    pytest.mark.gpu,
-    pytest.mark.sm90a,
-    pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"]),
-    pytest.mark.parametrize(("rows", "width"), [(1, 4096), (33, 7168), (500, 4096), (300, 7168)]),
-]
-
-
 class TestRealWidths:
     """On a GPU only: on the CPU each would take long."""
 
-    pytestmark = REAL_WIDTHS
+    pytestmark = [  # noqa: RUF012
+        pytest.mark.gpu,
+        pytest.mark.sm90a,
+        pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"]),
+        pytest.mark.parametrize(("rows", "width"), [(1, 4096), (33, 7168), (500, 4096), (300, 7168)]),
+    ]
 
     def test_mix_norm(self, on_device: Runner, dtype: torch.dtype, rows: int, width: int) -> None:
         operands, weight = mixer(rows, 4, width, dtype), normal(width, seed=3).bfloat16()

@@ -41,6 +41,7 @@ constexpr int SCORE_TILES = KEY_TILE / KEY_WARPS / 8;  // of 8 keys, of a warp
 constexpr int CHANNELS = WIDTH / WARPS;            // of the sums, of a warp
 constexpr int SUM_TILES = CHANNELS / 8;
 constexpr int KEYS_OF_WARP = KEY_TILE / WARPS;     // to copy and decode
+constexpr int PLACES = THREADS;                    // of keys, found at a time
 
 // Dynamic shared memory, in this order; the selector counts it the same way.
 struct Shared {
@@ -105,20 +106,23 @@ __device__ __forceinline__ void decode_row(const u8* raw, const u8* exponents, i
   }
 }
 
-// Copies the warp's keys of the tile at `key`, and says where they came from.
-__device__ __forceinline__ void copy_keys(const KeyPlanes& planes, const RowKeys& keys, int key, KeyPlace* places,
-                                          const Shared& shared, int warp, int lane) {
+// Where the keys of several tiles from `key` on lie, a thread each: it takes a chain of loads to know.
+__device__ __forceinline__ void find_places(const KeyPlanes& planes, const RowKeys& keys, int key, KeyPlace* places) {
+  places[threadIdx.x] = keys.place(planes, key + threadIdx.x);
+  __syncthreads();
+}
+
+// Starts copying the warp's keys of a tile.
+__device__ __forceinline__ void copy_keys(const KeyPlace* places, const Shared& shared, int warp, int lane) {
   const int own = warp * KEYS_OF_WARP;
-  __syncwarp();  // the places of the tile before are read
-  if (lane < KEYS_OF_WARP) places[own + lane] = keys.place(planes, key + own + lane);
-  __syncwarp();
-#pragma unroll 2
+#pragma unroll 4
   for (int i = 0; i < KEYS_OF_WARP; i++) {
     const KeyPlace place = places[own + i];
     u8* raw = shared.raw + (own + i) * RAW_BYTES;
     u8* exponents = shared.exponents + (own + i) * RAW_EXPONENTS;
     if (place.source == STEP_KEY) copy_row<STEP_BYTES, 0>(place, raw, exponents, lane);
-    if (place.source == RING_KEY) copy_row<stored_bytes<RING_FORMAT>(), RING_EXPONENT_BYTES>(place, raw, exponents, lane);
+    if (place.source == RING_KEY)
+      copy_row<stored_bytes<RING_FORMAT>(), RING_EXPONENT_BYTES>(place, raw, exponents, lane);
 #if HAS_ENTRIES
     if (place.source == ENTRY_KEY)
       copy_row<stored_bytes<ENTRY_FORMAT>(), ENTRY_EXPONENT_BYTES>(place, raw, exponents, lane);
@@ -131,7 +135,7 @@ __device__ __forceinline__ void copy_keys(const KeyPlanes& planes, const RowKeys
 __device__ __forceinline__ void decode_keys(const KeyPlace* places, int* present, const Shared& shared, int warp,
                                             int lane) {
   const int own = warp * KEYS_OF_WARP;
-#pragma unroll 1
+#pragma unroll 2
   for (int i = 0; i < KEYS_OF_WARP; i++) {
     const int source = places[own + i].source;
     const u8* raw = shared.raw + (own + i) * RAW_BYTES;
@@ -199,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   shared.weights = shared.keys + KEY_TILE * STRIDE;
   shared.raw = (u8*)(shared.weights + HEAD_TILE * WEIGHT_STRIDE);
   shared.exponents = shared.raw + KEY_TILE * RAW_BYTES;
-  __shared__ KeyPlace places[KEY_TILE];
+  __shared__ KeyPlace places[PLACES];
   __shared__ int present[KEY_TILE];
   __shared__ float peak_parts[KEY_WARPS][HEAD_TILE];
   __shared__ float total_parts[KEY_WARPS][HEAD_TILE];
@@ -210,7 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int first_key = key_warp * SCORE_TILES * 8, first_channel = warp * CHANNELS;
 
   copy_queries(q + (i64)row * Q_STRIDE, head, shared.queries);
-  copy_keys(planes, keys, key, places, shared, warp, lane);
+  find_places(planes, keys, key, places);
+  copy_keys(places, shared, warp, lane);
   for (int i = threadIdx.x; i < KEY_TILE; i += THREADS)
     for (int c = HEAD_DIM; c < WIDTH; c++) shared.keys[i * STRIDE + c] = 0;
 
@@ -222,12 +227,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   float sum[ROW_TILES][SUM_TILES][4] = {};
 
+  int found = 0;  // the tile's among the places
   for (; key < end; key += KEY_TILE) {
     cp_async_wait<0>();
     __syncthreads();  // all are done with the tile before
-    decode_keys(places, present, shared, warp, lane);
+    decode_keys(places + found, present, shared, warp, lane);
     __syncthreads();
-    if (key + KEY_TILE < end) copy_keys(planes, keys, key + KEY_TILE, places, shared, warp, lane);
+    if (key + KEY_TILE < end) {
+      found = (found + KEY_TILE) % PLACES;
+      if (found == 0) find_places(planes, keys, key + KEY_TILE, places);
+      copy_keys(places + found, shared, warp, lane);
+    }
 
     float score[SCORE_TILES][4] = {};
 #pragma unroll 2

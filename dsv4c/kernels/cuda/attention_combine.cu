@@ -1,7 +1,7 @@
 // The second part of a split attention: the splits of attention.cu summed up, divided and rounded.
 //
-// Macros: as attention.cu, of which HEADS, HEAD_DIM, ROTARY, OUT_STRIDE, OUT_HEAD_STRIDE, SINK_TYPE, ROTATE and those of
-// attention_keys.cuh count; SPLITS, the third size of that grid. Grid [T, HEADS].
+// Macros: as attention.cu, of which HEADS, HEAD_DIM, ROTARY, OUT_STRIDE, OUT_HEAD_STRIDE, SINK_TYPE, ROTATE and those
+// of attention_keys.cuh count; SPLITS, the third size of that grid. Grid [T, HEADS].
 #include "attention_keys.cuh"
 #include "block.cuh"
 #include "mma.cuh"
@@ -24,22 +24,28 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int share = (tiles + SPLITS - 1) / SPLITS;
   const int splits = (tiles + share - 1) / share;
 
-  __shared__ float factors[SPLITS];
+  __shared__ float factors[SPLITS];  // first the peaks
+  __shared__ float totals[SPLITS];
   const float* own = peaks + 2 * ((i64)row * SPLITS * HEADS + head);
-  float peak = to_float(sink[head]);
-  for (int split = 0; split < splits; split++) peak = fmaxf(peak, own[2 * HEADS * split]);
-  float divisor = __expf(to_float(sink[head]) - peak);
-  for (int split = 0; split < splits; split++) {
-    const float factor = __expf(own[2 * HEADS * split] - peak);
-    divisor += factor * own[2 * HEADS * split + 1];
-    if (split % THREADS == threadIdx.x) factors[split] = factor;
+  for (int split = threadIdx.x; split < splits; split += THREADS) {
+    const float2 both = *(const float2*)(own + 2 * HEADS * split);
+    factors[split] = both.x;
+    totals[split] = both.y;
   }
+  const float own_sink = to_float(sink[head]);
   __syncthreads();
+  float peak = own_sink;
+  for (int split = 0; split < splits; split++) peak = fmaxf(peak, factors[split]);
+  __syncthreads();
+  for (int split = threadIdx.x; split < splits; split += THREADS) factors[split] = __expf(factors[split] - peak);
+  __syncthreads();
+  float divisor = __expf(own_sink - peak);
+  for (int split = 0; split < splits; split++) divisor += factors[split] * totals[split];
 
   const float* parts = sums + ((i64)row * SPLITS * HEADS + head) * HEAD_DIM;
   for (int c = 2 * threadIdx.x; c < HEAD_DIM; c += 2 * THREADS) {
     float even = 0.0f, odd = 0.0f;
-#pragma unroll 8
+#pragma unroll 4
     for (int split = 0; split < splits; split++) {
       const float2 part = *(const float2*)(parts + (i64)split * HEADS * HEAD_DIM + c);
       even += factors[split] * part.x;

@@ -1,5 +1,6 @@
 // The TOPK largest scores of a stream of entries whose numbers ascend, ties to the lower entry; the survivors stay in
-// the order of the stream. One block, BEST_THREADS threads, all of which call every function.
+// the order of the stream. The macros TOPK and BEST_THREADS say how many, and the threads of the block, all of which
+// call every function but those of one warp.
 //
 // Scores are kept as sortable keys. Entries are appended in order; where the buffer is full, the TOPK best stay and
 // their smallest key decides which later entries are worth appending at all.

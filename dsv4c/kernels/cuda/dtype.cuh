@@ -87,9 +87,10 @@ __device__ __forceinline__ bf16 to_bf16(float x) {
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return {(u16)0x7FFF};
   return {(u16)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16)};
 #else
-  bf16 y;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-  return y;
+  // Not cvt.rn.bf16.f32: ptxas 12.6 turns a store of one byte of its result into a conversion to an integer.
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(x));
+  return {(u16)pair};
 #endif
 }
 

@@ -5,6 +5,7 @@
 //   OUT_TYPE, OUT_STRIDE  float or bf16
 //   ROWS
 //   HEAD                  1: the rows are the R that want logits, 0: the T of the step
+//   TOKEN_GROUPS          rows of x are at most 8 times this
 //   ROW_WARPS, K_WARPS    warps of a block: by tiles of 16 rows of the matrix, and by columns of these
 //   DEPTH                 chunks of weights on their way
 //   MIN_BLOCKS            on an SM
@@ -50,18 +51,15 @@ __device__ __forceinline__ void stream(const bf16* x, const W_TYPE* matrix, cons
     }
 }
 
-// T <= 16. Grid: tiles of 16 * ROW_WARPS rows, groups.
+// Grid: tiles of 16 * ROW_WARPS rows, groups.
 extern "C" __global__ void __launch_bounds__(ROW_WARPS * K_WARPS * 32, MIN_BLOCKS)
 linear_stream(const bf16* __restrict__ x, const W_TYPE* __restrict__ matrix, SCALES_PARAMETER
               OUT_TYPE* __restrict__ out, const StepHeader* __restrict__ step) {
 #if !SCALED
   const S_TYPE* const scales = nullptr;
 #endif
-  __shared__ float4 partial[K_WARPS == 1 ? 1 : ROW_WARPS * (K_WARPS - 1) * 2 * LANES];
+  __shared__ float4 partial[K_WARPS == 1 ? 1 : ROW_WARPS * (K_WARPS - 1) * TOKEN_GROUPS * LANES];
   const int tokens = HEAD ? step->logits_rows : step->tokens;
   if (tokens == 0) return;
-  if (tokens <= 8)
-    stream<1>(x, matrix, scales, out, tokens, partial);
-  else
-    stream<2>(x, matrix, scales, out, tokens, partial);
+  stream<TOKEN_GROUPS>(x, matrix, scales, out, tokens, partial);
 }

@@ -1,10 +1,10 @@
-// What the kernels of the hyper-connections share. Macros: STREAMS (n), WIDTH (D), X_TYPE (float or bf16), ROW_STRIDE and
-// STREAM_STRIDE (elements from one row and one stream of X to the next; 0 where the streams are one and the same), HEAD
-// (1: the rows are the R that want logits, 0: the T of the step).
+// What the kernels of the hyper-connections share. Macros: STREAMS (n), WIDTH (D), X_TYPE (float or bf16), ROW_STRIDE
+// and STREAM_STRIDE (elements from one row and one stream of X to the next; 0 where the streams are one and the same),
+// HEAD (1: the rows are the R that want logits, 0: the T of the step).
 //
-// The mixing logits and what is made of them also take CAPACITY (rows of the bucket) and EAGER (1: the bucket is so small
-// that its time is latency; loads do not wait for the number of rows, and results of rows that are not there are not
-// stored).
+// The mixing logits and what is made of them also take CAPACITY (rows of the bucket) and EAGER (1: the bucket is so
+// small that its time is latency; loads do not wait for the number of rows, and results of rows that are not there are
+// not stored).
 #pragma once
 
 #include "block.cuh"

@@ -1,5 +1,5 @@
 // From mixing logits to results: the collapsed input of a sublayer [T, WIDTH], normalised where NORM; and where MIXER
-// the float32 gates post [T, STREAMS] and comb [T, STREAMS, STREAMS] that mhc_combine takes. Macros: those of mhc.cuh and
+// the float32 gates post [T, STREAMS] and comb [T, STREAMS, STREAMS] that mhc_combine takes. Macros: those of mhc.cuh,
 //   MIX_LOGITS, SPLITS    as in mhc_logits.cu: partial float [T, SPLITS, MIX_LOGITS + 1]
 //   SCALE_TYPE, BASE_TYPE, NORM_TYPE   element types of the weights
 //   MIXER, ITERATIONS     1: MIX_LOGITS are n for pre, n for post, n * n for comb and its Sinkhorn rounds; 0: pre only
@@ -69,8 +69,8 @@ __device__ __forceinline__ void collapse_weights(const float* partial, const SCA
 // comb of one row, by one thread: the logits [STREAMS, STREAMS] are in `m`.
 __device__ __forceinline__ void sinkhorn(float (&m)[STREAMS][STREAMS]) {
   const float eps = (float)HC_EPS;
-  // Rounds depend on one another; an exact quotient would double the time of each, and its error does not pile up, since
-  // every round brings sums back to one.
+  // Rounds depend on one another, and exact quotients would double the time of each. The error of these does not pile
+  // up: every round brings the sums back to one.
   const auto divide_columns = [&] {
 #pragma unroll
     for (int j = 0; j < STREAMS; j++) {

@@ -74,31 +74,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES)
 
   float products[ROW_TILES][COLUMN_TILES][4] = {};
   float square[ROW_TILES][2] = {};
-  uint4 a[ROW_TILES][2], next[ROW_TILES][2];
-  const auto load = [&](int s, uint4(&to)[ROW_TILES][2]) {
+  // Loads are not made ahead: the registers that takes cost a block of an SM, which hides more.
+  for (int s = (int)((i64)split * STEPS / SPLITS) + warp; s < last; s += WARPS) {
     const int k = s * STEP + 8 * t;
+    const bool inside = k < DEPTH;
     const int stream = k / WIDTH, column = k % WIDTH;
+    uint4 a[ROW_TILES][2];
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; tile++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = first_row + tile * 16 + half * 8 + g;
         const bf16* address = x + (i64)row * ROW_STRIDE + stream * STREAM_STRIDE + column;
-        to[tile][half] = make_uint4(0, 0, 0, 0);
-        if (s < last && k < DEPTH && row < (EAGER ? CAPACITY : rows))
-          to[tile][half] = *reinterpret_cast<const uint4*>(address);
+        a[tile][half] = make_uint4(0, 0, 0, 0);
+        if (inside && row < (EAGER ? CAPACITY : rows)) a[tile][half] = *reinterpret_cast<const uint4*>(address);
       }
-  };
-  const int first = (int)((i64)split * STEPS / SPLITS) + warp;
-  load(first, a);
-  for (int s = first; s < last; s += WARPS) {
-    load(s + WARPS, next);
-    const int k = s * STEP + 8 * t;
 #pragma unroll
     for (int tile = 0; tile < COLUMN_TILES; tile++) {
       Terms<FN_TYPE> terms = {};
       const int logit = tile * 8 + g;
-      if (k < DEPTH && logit < MIX_LOGITS) terms.load(fn + logit * DEPTH + k);
+      if (inside && logit < MIX_LOGITS) terms.load(fn + logit * DEPTH + k);
 #pragma unroll
       for (int term = 0; term < Terms<FN_TYPE>::COUNT; term++) {
         const u32(&b)[4] = terms.pairs[term];
@@ -113,10 +108,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES)
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; tile++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        square[tile][half] += squares(a[tile][half]);
-        a[tile][half] = next[tile][half];
-      }
+      for (int half = 0; half < 2; half++) square[tile][half] += squares(a[tile][half]);
   }
 
 #pragma unroll

@@ -1,5 +1,5 @@
-// One token a row of logits float [R, VOCAB]: the largest one (temperature 0), or a draw among the first top_k, then the
-// shortest prefix of probability top_p, in the order of logit, then id. Macros:
+// One token a row of logits float [R, VOCAB]: the largest one (temperature 0), or a draw among the first top_k, then
+// the shortest prefix of probability top_p, in the order of logit, then id. Macros:
 //   VOCAB, LOGITS_STRIDE
 //   VECTOR      elements of a load of logits: 4, or 1 where rows are not aligned
 //   MASKED      whether there is a mask; the step says whether it is used
@@ -8,9 +8,9 @@
 // Parameters: those of the operator (mask u32 where MASKED), then out int [R]. A block has a row.
 //
 // A weight exp((x - max) / temperature) is a whole number of 2^-40, so that sums do not depend on the order of their
-// terms and need no sorted vocabulary: candidates are counted and weighed in bins, and only the bin in which a rank or a
-// sum is reached is looked at closer. What is lighter than 2^-40 of the heaviest is not counted at all; no draw
-// falls on it.
+// terms and need no sorted vocabulary: candidates are counted and weighed in bins, and only the bin in which a rank or
+// a sum is reached is looked at closer. What is lighter than 2^-40 of the heaviest is not counted at all; no draw falls
+// on it.
 #include "block.cuh"
 #include "dtype.cuh"
 #include "step.cuh"

@@ -8,7 +8,7 @@
 //   FLOAT_MATH                1: float32 arithmetic; 0: tensor cores, for bf16 q, DIM 32, 64 or 128 and vector loads
 //   Q_VECTORS                 1: rows of q are aligned to 16 bytes
 //   CAPACITY                  entries held at a time, at least TOPK + CHUNK
-//   SPLIT, SPLIT_ENTRIES              1: the entries are split over blocks, at least SPLIT_ENTRIES for each, whose best go to
+//   SPLIT, SPLIT_ENTRIES      1: the entries are split over blocks, at least so many for each, whose best go to
 //                             select_merge.cu
 //   OUT_STRIDE                of out int32 [T, TOPK], where they are not split
 //

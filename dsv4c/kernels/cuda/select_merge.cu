@@ -1,7 +1,7 @@
 // The best entries of each row among the best of its splits (select.cu).
 //
-// Macros: TOPK, RATIO, SPLIT_ENTRIES, OUT_STRIDE as in select.cu; SPLITS, the second size of that grid; CAPACITY, candidates held
-// at a time, at least TOPK + 4 * 1024. Grid [T].
+// Macros: TOPK, RATIO, SPLIT_ENTRIES, OUT_STRIDE as in select.cu; SPLITS, the second size of that grid; CAPACITY,
+// candidates held at a time, at least TOPK + 4 * 1024. Grid [T].
 #include "block.cuh"
 #include "step.cuh"
 

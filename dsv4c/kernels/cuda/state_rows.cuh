@@ -4,12 +4,13 @@
 //   STATE_F32, STATE_BF16  the channels as they are;
 //   STATE_KV               width - rotary e4m3 codes, then the rotary channels as bf16, then zeros; beside it a row of
 //                          exponents, one for 64 channels, then zeros;
-//   STATE_E2M1, STATE_E4M3 codes (e2m1: two a byte, the lower nibble first), beside them exponents, one for 32 channels.
+//   STATE_E2M1, STATE_E4M3 codes (e2m1: two a byte, the lower nibble first), beside them exponents, one for 32 of them.
 // A code times its scale is exact in bf16 (but for subnormal ones).
 #pragma once
 
 #include "block.cuh"
 #include "dtype.cuh"
+#include "mma.cuh"
 #include "quantize.cuh"
 
 enum StateFormat { STATE_F32, STATE_BF16, STATE_KV, STATE_E2M1, STATE_E4M3 };
@@ -42,8 +43,8 @@ __device__ __forceinline__ float warp_amax(float x) {
   return bits_to_float(__reduce_max_sync(FULL_MASK, float_to_bits(x) & 0x7FFFFFFFu));
 }
 
-// Rounds the first Plain channels of a row in shared memory through e4m3, in groups of 64, each result rounded to T. The
-// warps of the block take groups in turn.
+// Rounds the first Plain channels of a row in shared memory through e4m3, in groups of 64, each result rounded to T.
+// The warps of the block take groups in turn.
 template <typename T, int Plain, int Warps>
 __device__ __forceinline__ void fp8_round_row(float* row) {
   for (int c = (threadIdx.x / LANES) * KV_GROUP; c < Plain; c += Warps * KV_GROUP) {
@@ -89,7 +90,8 @@ __device__ __forceinline__ void store_state_row(u8* to, u8* exponents, const flo
     }
     // From the last thread down: the first warps have the codes.
     for (int c = Warps * LANES - 1 - thread; c < Rotary; c += Warps * LANES) {
-      const u16 bits = to_bf16(row[PLAIN + c]).bits;
+      // In one register of two: NVRTC 12.6 takes a byte of a register with a single bf16 for a conversion to integer.
+      const u32 bits = pack_bf16(row[PLAIN + c], 0.0f);
       to[PLAIN + 2 * c] = (u8)bits;
       to[PLAIN + 2 * c + 1] = (u8)(bits >> 8);
     }

@@ -27,9 +27,6 @@ _ROW_PAD = 8
 
 # Entries that splits are made for where a row sees all of them: more cost a block more tiles.
 _LONG_ENTRIES = 4096
-# Fewer tiles take less time in one block than the sum over splits does.
-_SPLIT_TILES = 3
-
 _PLAIN_HEADS = 8  # of a block, one a warp
 _COMBINE_THREADS = 128
 _RING_THREADS = 256
@@ -173,7 +170,7 @@ def _splits(
     if entries:
         keys += selected.sizes[1] if selected else _LONG_ENTRIES
     tiles = ceil_div(keys, _KEY_TILE)
-    return max(1, min(tiles, selection.sm_count // (selection.tokens * head_tiles))) if tiles >= _SPLIT_TILES else 1
+    return max(1, min(tiles, selection.sm_count // (selection.tokens * head_tiles)))
 
 
 def _tiles_shared_bytes(head_tile: int, head_dim: int, planes: list[StatePlaneRows]) -> int:

@@ -40,7 +40,10 @@ class _Shape:
     down_warps: int  # by rows, 32 each
     down_k_warps: int
     stages: int
-    min_blocks: int
+    gate_up_depth: int = 2  # chunks of weights under way
+    down_depth: int = 2
+    min_blocks: int = 1  # on an SM
+    down_blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,14 @@ def _shape(experts: _Experts, tokens: int) -> _Shape:
     """Tiles for as many pairs as an expert gets when all get the same; with few, more warps share the columns."""
     average = tokens * experts.choices / experts.count
     if tokens <= 8 or average <= 2:
-        return _Shape(8, gate_up_k_warps=2, down_warps=2, down_k_warps=4, stages=0, min_blocks=1)
+        return _Shape(8, 2, 2, 4, stages=0, down_depth=1, down_blocks=3)
     if average <= 8:
-        return _Shape(16, gate_up_k_warps=2, down_warps=2, down_k_warps=4, stages=0, min_blocks=1)
-    return _Shape(32 if average <= 32 else 64, 1, 8, 1, stages=3, min_blocks=1)
+        return _Shape(16, 2, 4, 2, stages=0, down_blocks=2)
+    if average <= 32:
+        return _Shape(32, 1, 8, 1, stages=3, gate_up_depth=1, down_depth=1, min_blocks=2, down_blocks=2)
+    if average <= 64:
+        return _Shape(64, 1, 8, 1, stages=3)
+    return _Shape(128, 1, 8, 1, stages=3, gate_up_depth=1, down_depth=1)
 
 
 def _route(experts: _Experts, tile: int, prepared: bool, args: tuple[TensorRef, ...], tokens: int) -> KernelCall:
@@ -179,14 +186,14 @@ def _down_macros(experts: _Experts) -> Macros:
     }
 
 
-def _shape_macros(shape: _Shape, row_warps: int, k_warps: int) -> Macros:
+def _shape_macros(shape: _Shape, row_warps: int, k_warps: int, depth: int, blocks: int) -> Macros:
     return {
         "TILE": shape.tile,
         "ROW_WARPS": row_warps,
         "K_WARPS": k_warps,
-        "DEPTH": 2,
+        "DEPTH": depth,
         "STAGES": shape.stages,
-        "MIN_BLOCKS": shape.min_blocks,
+        "MIN_BLOCKS": blocks,
     }
 
 
@@ -204,7 +211,7 @@ def _gate_up(experts: _Experts, shape: _Shape, tiles: int, args: tuple[TensorRef
         "experts",
         "experts_gate_up",
         **_gate_up_macros(experts),
-        **_shape_macros(shape, GATE_UP_WARPS, k_warps),
+        **_shape_macros(shape, GATE_UP_WARPS, k_warps, shape.gate_up_depth, shape.min_blocks),
     )
     product_bytes = shape.tile * (H_COLUMNS + 1) * 4
     shared_bytes = max(_shared_bytes(experts.w13, shape, GATE_UP_WARPS, k_warps), product_bytes)
@@ -214,7 +221,12 @@ def _gate_up(experts: _Experts, shape: _Shape, tiles: int, args: tuple[TensorRef
 
 def _down(experts: _Experts, shape: _Shape, tiles: int, args: tuple[TensorRef, ...]) -> KernelCall:
     warps, k_warps = shape.down_warps, shape.down_k_warps
-    variant = cuda_variant("experts", "experts_down", **_down_macros(experts), **_shape_macros(shape, warps, k_warps))
+    variant = cuda_variant(
+        "experts",
+        "experts_down",
+        **_down_macros(experts),
+        **_shape_macros(shape, warps, k_warps, shape.down_depth, shape.down_blocks),
+    )
     grid = (ceil_div(experts.w2.rows, 32 * warps), tiles, 1)
     shared_bytes = _shared_bytes(experts.w2, shape, warps, k_warps)
     return KernelCall(variant, grid, 32 * warps * k_warps, args, shared_bytes)

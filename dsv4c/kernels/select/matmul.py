@@ -90,19 +90,23 @@ def _select(launch: Launch, selection: Selection, groups: int) -> list[KernelCal
 def _stream(product: _Product, selection: Selection) -> KernelCall:
     tiles = ceil_div(product.rows, 16) * product.groups
     chunks = ceil_div(product.matrix.columns, product.matrix.chunk_columns)
-    # Enough warps for the loads that the memory wants under way; a warp gets two chunks or more where it can.
-    k_warps = 4
-    while k_warps < 32 and tiles * k_warps < selection.sm_count * 24 and chunks >= k_warps * 4:
-        k_warps *= 2
+    groups = 1 if selection.tokens <= 8 else 2
+    # As measured on an H200: fewer tiles and longer rows want more warps to a row, and more blocks on an SM.
+    k_warps = 4 if tiles >= 1024 else 8 if tiles >= 256 and chunks <= 64 else 16 if tiles >= 64 else 32
+    while k_warps > 1 and chunks < 2 * k_warps:
+        k_warps //= 2
     row_warps = max(1, 8 // k_warps)
+    share = ceil_div(chunks, k_warps)
+    depth = {4: 4, 8: 8, 16: 2 if share >= 8 else 4, 32: 2}.get(k_warps, 4)
     variant = cuda_variant(
         "linear",
         "linear_stream",
         **product.macros(),
         ROW_WARPS=row_warps,
         K_WARPS=k_warps,
-        DEPTH=2 if k_warps == 32 else 4,
-        MIN_BLOCKS=1,
+        TOKEN_GROUPS=groups,
+        DEPTH=min(depth, share),
+        MIN_BLOCKS={4: 3, 8: 2, 16: 2}.get(k_warps, 1) if groups == 1 else 1,
     )
     grid = (ceil_div(product.rows, 16 * row_warps), product.groups, 1)
     return KernelCall(variant, grid, row_warps * k_warps * 32, (product.x, *product.matrix.tensors, product.out))
@@ -121,18 +125,22 @@ def _tile_columns(matrix: StoredMatrix) -> int:
 
 def _tiles(product: _Product, selection: Selection, tile_k: int) -> list[KernelCall]:
     matrix, out = product.matrix, product.out
-    tile_tokens = 64 if selection.tokens <= 64 else 128
+    scaled = matrix.scales is not None
+    # As measured on an H200: decoding pays over many rows.
+    tile_tokens = 64 if selection.tokens <= 64 else 256 if scaled else 128
+    tile_k = tile_k if tile_tokens == 64 else min(tile_k, 64)
     tiles = ceil_div(product.rows, TILE_ROWS) * ceil_div(selection.tokens, tile_tokens)
     steps = ceil_div(matrix.columns, tile_k)
     # Stretches of the columns while there are SMs without a tile, each of 8 steps or more.
-    parts = min(ceil_div(selection.sm_count, tiles * product.groups), max(1, steps // 8), 8)
+    parts = min(max(1, selection.sm_count // (tiles * product.groups)), max(1, steps * tile_k // 512), 8)
+    parts = 1 << (parts.bit_length() - 1)
     to = out if parts == 1 else selection.scratch(DType.F32, parts, selection.tokens, product.rows * product.groups)
     scales = matrix.scales or matrix.weight
     pointers = (product.x, matrix.weight, scales, to)
     variant = triton_variant(
         "linear",
-        warps=4 if tile_tokens == 64 else 8,
-        stages=3 if matrix.scales is not None else 4,
+        warps=8,
+        stages=3 if scaled and tile_tokens == 64 else 4,
         SIGNATURE=",".join([*(_POINTERS[ref.dtype] for ref in pointers), "*i32"]),
         ALIGN=",".join([*("16" if ref.offset % 16 == 0 else "1" for ref in pointers), "16"]),
         ROWS=product.rows,
