@@ -2,7 +2,8 @@
 
 `share` is bytes moved over time, against the read bandwidth of this machine measured in the same run. Bytes are those
 of the plan (weights and activations once, state as far as it is read); a launch whose data stays in the caches can
-therefore have a share above 1.
+therefore have a share above 1. The bandwidth of a GPU is not measured here: there is no share, and bytes over time is
+shown instead.
 """
 
 import platform
@@ -49,6 +50,11 @@ def processor_name() -> str:
     return f"{names[0]} x{len(names)}" if names else platform.machine()
 
 
+def device_name(engine: Engine) -> str:
+    """What runs the engine: the GPU, or this machine's processor."""
+    return engine.info.device or processor_name()
+
+
 def benchmark_prompt(length: int, vocab_size: int) -> list[int]:
     """Token ids spread over the vocabulary: experts are hit as by text of all kinds."""
     return [(7919 * index + 3) % vocab_size for index in range(length)]
@@ -92,7 +98,7 @@ def measure_speed(engine: Engine, prompt_tokens: int, decode_tokens: int, slots:
         seconds.append(time.perf_counter() - started)
         following = [int(token_id) for token_id in sampled]
     return Speed(
-        device=processor_name(),
+        device=device_name(engine),
         threads=engine.info.threads,
         recipe=recipe_name(engine),
         prompt_tokens=prompt_tokens,
@@ -135,7 +141,7 @@ class PhaseTime:
 
     seconds: float  # median over the steps
     bytes_moved: int
-    share: float  # of the machine's read bandwidth
+    share: float | None  # of the machine's read bandwidth; None on a GPU
 
 
 @dataclass(frozen=True)
@@ -166,8 +172,8 @@ class Profile:
     recipe: str
     prompt_tokens: int
     decode_tokens: int
-    read_bytes_per_s: float
-    read_bandwidth_method: str
+    read_bytes_per_s: float | None  # None on a GPU
+    read_bandwidth_method: str | None
     step_seconds: dict[str, float]
     kernels: list[KernelProfile]
     launches: list[LaunchProfile]
@@ -179,11 +185,11 @@ class Profile:
         times = ", ".join(f"{phase} {seconds * 1e3:.3f} ms" for phase, seconds in self.step_seconds.items())
         lines = [
             f"engine     {self.recipe}, {self.threads} threads on {self.device}",
-            f"bandwidth  {self.read_bytes_per_s / 1e9:.1f} GB/s read: {BANDWIDTH_METHOD}",
+            *self._bandwidth_lines(),
             f"step       {times}",
             f"           prefill of {self.prompt_tokens} tokens with the logits of each; median of "
             f"{self.decode_tokens} decodes",
-            "bytes      as planned for the whole bucket; bandwidth as a share of the machine's",
+            f"bytes      as planned for the whole bucket; {self._bandwidth_column()}",
             "",
             *self._heading("operator"),
         ]
@@ -194,6 +200,14 @@ class Profile:
             layer = "" if launch.layer is None else str(launch.layer)
             lines.append(f"{launch.kernel:<20}{layer:>6} {launch.name[:18]:<19}" + self._cells(launch.phases))
         return "\n".join(lines)
+
+    def _bandwidth_lines(self) -> list[str]:
+        if self.read_bytes_per_s is None:
+            return []
+        return [f"bandwidth  {self.read_bytes_per_s / 1e9:.1f} GB/s read: {self.read_bandwidth_method}"]
+
+    def _bandwidth_column(self) -> str:
+        return "bandwidth in GB/s" if self.read_bytes_per_s is None else "bandwidth as a share of the machine's"
 
     def _heading(self, what: str) -> list[str]:
         phases = "".join(f"{phase:^36}" for phase in self.step_seconds)
@@ -209,13 +223,15 @@ class Profile:
                 continue
             part = found.seconds / total if total else 0.0
             moved = found.bytes_moved / 1e6
-            cells.append(f"{found.seconds * 1e6:>10.1f}{part:>7.1%}{moved:>10.3f}{found.share:>9.1%}")
+            speed = moved / found.seconds / 1e3 if found.seconds else 0.0
+            bandwidth = f"{speed:>9.1f}" if found.share is None else f"{found.share:>9.1%}"
+            cells.append(f"{found.seconds * 1e6:>10.1f}{part:>7.1%}{moved:>10.3f}{bandwidth}")
         return "".join(cells).rstrip()
 
 
 def profile_engine(engine: Engine, prompt_tokens: int, decode_tokens: int) -> Profile:
     """Profiles the prefill of a prompt in one step, and the decode steps that follow it."""
-    bandwidth = read_bandwidth(engine.info.threads)
+    bandwidth = None if engine.info.device else read_bandwidth(engine.info.threads)
     session = engine.session(slots=1, context=prompt_tokens + decode_tokens)
     prompt = benchmark_prompt(prompt_tokens, engine.info.vocab_size)
     _warm_up(session, prompt)
@@ -230,13 +246,13 @@ def profile_engine(engine: Engine, prompt_tokens: int, decode_tokens: int) -> Pr
     ]
     steps = {"prefill": prefills, "decode": decodes}
     return Profile(
-        device=processor_name(),
+        device=device_name(engine),
         threads=engine.info.threads,
         recipe=recipe_name(engine),
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
         read_bytes_per_s=bandwidth,
-        read_bandwidth_method=BANDWIDTH_METHOD,
+        read_bandwidth_method=None if bandwidth is None else BANDWIDTH_METHOD,
         step_seconds={
             phase: statistics.median(sum(launch.seconds for launch in step) for step in found)
             for phase, found in steps.items()
@@ -249,7 +265,9 @@ def profile_engine(engine: Engine, prompt_tokens: int, decode_tokens: int) -> Pr
 _Steps = dict[str, list[list[LaunchTime]]]  # the launches of every step of a phase
 
 
-def _phase_times(steps: _Steps, key: Callable[[LaunchTime], str], bandwidth: float) -> dict[str, dict[str, PhaseTime]]:
+def _phase_times(
+    steps: _Steps, key: Callable[[LaunchTime], str], bandwidth: float | None
+) -> dict[str, dict[str, PhaseTime]]:
     """Key -> phase -> time. A step that ran in pieces has its launches several times: they add up."""
     times: dict[str, dict[str, PhaseTime]] = {}
     for phase, found in steps.items():
@@ -263,19 +281,21 @@ def _phase_times(steps: _Steps, key: Callable[[LaunchTime], str], bandwidth: flo
                 moved[name] = moved.get(name, 0) + (launch.bytes_moved if number == 0 else 0)
         for name, each in seconds.items():
             median = statistics.median(each)
-            share = moved[name] / median / bandwidth if median > 0 else 0.0
+            share = None
+            if bandwidth is not None:
+                share = moved[name] / median / bandwidth if median > 0 else 0.0
             times.setdefault(name, {})[phase] = PhaseTime(median, moved[name], share)
     return times
 
 
-def _by_launch(steps: _Steps, bandwidth: float) -> list[LaunchProfile]:
+def _by_launch(steps: _Steps, bandwidth: float | None) -> list[LaunchProfile]:
     times = _phase_times(steps, lambda launch: launch.node, bandwidth)
     first = {launch.node: launch for found in steps.values() for launch in reversed(found[0])}
     ordered = sorted(times, key=lambda name: first[name].launch)
     return [LaunchProfile(name, first[name].kernel, first[name].layer, times[name]) for name in ordered]
 
 
-def _by_kernel(steps: _Steps, bandwidth: float) -> list[KernelProfile]:
+def _by_kernel(steps: _Steps, bandwidth: float | None) -> list[KernelProfile]:
     times = _phase_times(steps, lambda launch: launch.kernel, bandwidth)
     nodes = {(launch.kernel, launch.node) for found in steps.values() for launch in found[0]}
     counts = Counter(kernel for kernel, _ in nodes)

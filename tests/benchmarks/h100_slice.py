@@ -186,7 +186,7 @@ def run_slice(path: Path, profile: bool) -> None:
         out.writerow([commit.stdout.strip(), device, "h100/reference", context, slots, *row])
         sys.stdout.flush()
     if profile:
-        print_profile(engine, out, ceilings.get("read", 0))
+        print_profile(engine, out)
 
 
 def measure(engine: Engine, context: int, slots: int, token: int) -> tuple[float, list[float], int]:
@@ -221,8 +221,8 @@ def warm_up(session: Session, rows: int, vocab: int) -> None:
     session.reset(0)
 
 
-def print_profile(engine: Engine, out: Any, read: float) -> None:
-    """Launch by launch, summed by operator: traced steps run without a graph, so gaps between launches are left out."""
+def print_profile(engine: Engine, out: Any) -> None:
+    """The launches of a step, summed by operator; the times are between events inside one graph."""
     out.writerow([])
     out.writerow(PROFILE_COLUMNS)
     rng = np.random.default_rng(3)
@@ -237,6 +237,7 @@ def print_profile(engine: Engine, out: Any, read: float) -> None:
                 for i in range(3)
             ][-1]
             _write_profile(out, rows, times)
+            session.truncate(0, 1024)
         session.reset(0)
         ids = rng.integers(0, engine.info.vocab_size, 1024)
         _write_profile(out, 1024, session.profile(ids, [0] * 1024, range(1024), [1023]))

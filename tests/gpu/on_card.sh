@@ -40,12 +40,13 @@ stripped() {
   [ -z "$(snapshot "$mark")" ]
 }
 
+# Not the driver's own errors: opening asks each kernel for one parameter more than it has, to count them.
 sanitizer() {
   local tool failed=0
   for tool in memcheck racecheck; do
     echo "compute-sanitizer --tool $tool"
     LD_LIBRARY_PATH=$folder:${LD_LIBRARY_PATH:-} timeout 200 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-      "$folder/generate" "$engine" 6 $(seq 1 200) 2>&1 | tail -20
+      --report-api-errors no "$folder/generate" "$engine" 6 $(seq 1 200) 2>&1 | tail -20
     [ "${PIPESTATUS[0]}" = 0 ] || failed=1
   done
   return $failed

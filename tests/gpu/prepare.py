@@ -6,9 +6,11 @@
 The folder is all that the tests need besides the runtime library; nothing is compiled where they run.
 """
 
+import ctypes
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +20,10 @@ from dsv4c.compiler import build_engine
 from dsv4c.perplexity import read_texts, token_rows
 from dsv4c.recipe import Numerics, Recipe
 from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.library import load_library
 from dsv4c.text import Tokenizer
 from tests.fixtures import TINY_OFFICIAL, Quantization
-from tests.gpu.scenarios import SCENARIOS, predict
+from tests.gpu.scenarios import SCENARIOS, Array, kept, predict_all, row_errors
 from tests.model_cases import checkpoint_of
 
 # Bucket sizes that split the scenarios' steps in many ways, and are few enough to build quickly.
@@ -65,40 +68,60 @@ def prepare(folder: Path, cases: tuple[GpuCase, ...] = CASES) -> Iterator[str]:
     """Writes `<case>.dsv4c` and `<case>.npz` of every case; yields a line as each is done."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in cases:
-        source = checkpoint(case)
         goldens = case.numerics == "reference"
-        report = build_engine(source, recipe("h100", case.numerics), folder / f"{case.name}.dsv4c", goldens=goldens)
-        cpu_engine = folder / f"{case.name}.cpu"
-        build_engine(source, recipe("cpu", case.numerics), cpu_engine, goldens=False)
-        seen = {}
-        with Engine.open(cpu_engine) as engine:
-            for scenario, run in SCENARIOS.items():
-                seen |= {f"{scenario}.{part}": array for part, array in run(engine).items()}
-        cpu_engine.unlink()
-        np.savez_compressed(folder / f"{case.name}.npz", **seen)
+        engine = folder / f"{case.name}.dsv4c"
+        report = build_engine(checkpoint(case), recipe("h100", case.numerics), engine, goldens=goldens)
+        record_answers(folder, case)
         warned = "".join(f"; {warning}" for warning in report.warnings)
         yield f"{case.name}: {report.size_bytes / 1e6:.1f} MB, {report.kernels} kernels{warned}"
+
+
+def record_answers(folder: Path, case: GpuCase) -> None:
+    """What the CPU engine answers, and how far it is from itself where its sums run in another order (`.spread`)."""
+    path = folder / f"{case.name}.cpu"
+    build_engine(checkpoint(case), recipe("cpu", case.numerics), path, goldens=False)
+    answers: dict[str, Array] = {}
+    with Engine.open(path) as engine:
+        for scenario, run in SCENARIOS.items():
+            with summation_order(0):
+                seen = {f"{scenario}.{part}": kept(array, engine) for part, array in run(engine).items()}
+            answers |= seen
+            if case.numerics == "reference" and scenario != "sampling":
+                with summation_order(1):
+                    other = {f"{scenario}.{part}": kept(array, engine) for part, array in run(engine).items()}
+                answers |= {f"{name}.spread": np.median(row_errors(other[name], seen[name])) for name in seen}
+    path.unlink()
+    np.savez_compressed(folder / f"{case.name}.npz", **answers)
 
 
 def record_heldout(folder: Path, texts: Path, rows: int | None) -> str:
     """What the CPU engine predicts of a held-out text, teacher-forced, in the numerics of the `trained` case.
 
-    Per position: the argmax, the gap between the two best logits and the negative log likelihood of the target.
+    Per position: the argmax, the gap between the two best logits and the negative log likelihood of the target; then
+    `other`, the argmax where its sums run in another order.
     """
-    engine_path = folder / "heldout.cpu"
-    build_engine(TINY_OFFICIAL, recipe("cpu", "reference"), engine_path, goldens=False)
-    best, gap, nll = [], [], []
-    with Engine.open(engine_path) as engine:
+    path = folder / "heldout.cpu"
+    build_engine(TINY_OFFICIAL, recipe("cpu", "reference"), path, goldens=False)
+    with Engine.open(path) as engine:
         ids = token_rows(read_texts(texts), Tokenizer(engine.tokenizer_files()), engine.info)[:rows]
-        for batch in range(0, len(ids), 4):
-            found = predict(engine, ids[batch : batch + 4])
-            for into, part in zip((best, gap, nll), found, strict=True):
-                into.append(part)
-    engine_path.unlink()
-    np.savez_compressed(
-        folder / "heldout.npz", ids=ids, best=np.concatenate(best), gap=np.concatenate(gap), nll=np.concatenate(nll)
-    )
+        with summation_order(0):
+            best, gap, nll = predict_all(engine, ids, 4)
+        with summation_order(1):
+            other, _, other_nll = predict_all(engine, ids, 4)
+    path.unlink()
+    facts = {"ids": ids, "best": best, "gap": gap, "nll": nll, "other": other, "other_nll": other_nll.mean()}
+    np.savez_compressed(folder / "heldout.npz", **facts)
     return f"heldout: {len(ids)} rows of {ids.shape[1] - 1} tokens"
+
+
+@contextmanager
+def summation_order(number: int) -> Iterator[None]:
+    """Runs the CPU kernels with the widest vectors of this processor (0) or the next (1), whose sums run otherwise."""
+    library = load_library()
+    library.dsv4c_testing_simd_name.restype = ctypes.c_char_p
+    library.dsv4c_testing_use_simd(library.dsv4c_testing_simd_name(number))
+    yield
+    library.dsv4c_testing_use_simd(None)
 
 
 def main() -> None:

@@ -21,6 +21,11 @@ TOKENS = 300
 CONTEXT = 512
 
 
+def kept(seen: Array, engine: Engine) -> Array:
+    """What of an array is stored and compared: of logits over a large vocabulary some 512 columns."""
+    return seen[..., :: max(1, engine.info.vocab_size // 512)] if seen.dtype == np.float32 else seen
+
+
 def token_ids(engine: Engine, count: int = TOKENS, seed: int = 5) -> npt.NDArray[np.int32]:
     return np.random.default_rng(seed).integers(0, engine.info.vocab_size, count).astype(np.int32)
 
@@ -134,13 +139,15 @@ def sampling(engine: Engine) -> Seen:
 
 
 def long_context(engine: Engine) -> Seen:
-    """Up to the end of a context of 4,096: chunks, then single steps across 4,095."""
-    ids = token_ids(engine, 4096)
-    with engine.session(1, 4096, poison=True) as session:
-        for start in range(0, 4000, 1000):
-            session.step(ids[start : start + 1000], [0] * 1000, list(range(start, start + 1000)), [])
-        logits = [run_rows(session, ids[4000:4090], 0, 4000)]
-        logits += [run_rows(session, ids[p : p + 1], 0, p) for p in range(4090, 4096)]
+    """To the end of the context (4,096 at most): chunks, then rows and single steps across its last positions."""
+    end = min(4096, engine.info.max_context)
+    ids = token_ids(engine, end)
+    with engine.session(1, end, poison=True) as session:
+        for start in range(0, end - 100, 1000):
+            stop = min(start + 1000, end - 100)
+            session.step(ids[start:stop], [0] * (stop - start), list(range(start, stop)), [])
+        logits = [run_rows(session, ids[end - 100 : end - 6], 0, end - 100)]
+        logits += [run_rows(session, ids[p : p + 1], 0, p) for p in range(end - 6, end)]
     return {"logits": np.concatenate(logits)}
 
 
@@ -161,6 +168,18 @@ def predict(engine: Engine, ids: Array, chunk: int = 64) -> tuple[Array, Array, 
             parts.append((logits.argmax(-1).astype(np.int32), top[..., 1] - top[..., 0], total - target))
     best, gap, nll = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
     return best, gap.astype(np.float32), nll
+
+
+def predict_all(engine: Engine, ids: Array, slots: int) -> tuple[Array, Array, Array]:
+    """`predict` for any number of rows, so many at a time."""
+    parts = [predict(engine, ids[first : first + slots]) for first in range(0, len(ids), slots)]
+    best, gap, nll = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return best, gap, nll
+
+
+def row_errors(found: Array, expected: Array) -> Array:
+    """Root mean square difference of every row, in units of the standard deviation of all logits."""
+    return np.asarray(np.sqrt(np.mean((found - expected) ** 2, axis=-1)) / expected.std())
 
 
 SCENARIOS: Mapping[str, Scenario] = {

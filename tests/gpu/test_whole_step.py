@@ -2,14 +2,28 @@
 
 In exact numerics both compute in float32, and only the order of sums differs. In the reference numerics a sum that is
 added up in another order can fall on the other side of a rounding to bf16, e4m3 or e2m1, and such a step can send a row
-to another expert or entry, so rows are compared one by one and a small share of them may differ.
+to another expert or entry. How far that leads is the model's own matter, and was measured where the answers were
+recorded: on two sets of CPU kernels that differ in nothing but the order of sums (`.spread`). The GPU may be about as
+as far from the CPU as the CPU is from itself.
 """
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dsv4c.runtime.engine import Engine
-from tests.gpu.scenarios import CONTEXT, SCENARIOS, Array, predict, prefill, run_rows, token_ids
+from tests.gpu.scenarios import (
+    CONTEXT,
+    SCENARIOS,
+    Array,
+    kept,
+    predict_all,
+    prefill,
+    row_errors,
+    run_rows,
+    token_ids,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90a]
 
@@ -17,24 +31,26 @@ Case = tuple[str, Engine, dict[str, Array]]
 
 # Two sums of a few thousand float32 products, carried through six layers.
 EXACT = 2e-4
-# A typical row of the reference numerics; rows after a flipped choice differ by more.
-TYPICAL_ROW = 0.06
+# Allowed multiple of the distance between two summation orders, and what is added where that happens to be small.
+SPREADS, LEAST_SPREAD = 1.5, 0.02
 
 
-def assert_close(name: str, found: Array, expected: Array) -> None:
-    assert np.isfinite(found).all()
+def assert_close(name: str, found: Array, expected: Array, spread: float) -> None:
     if name.endswith("exact"):
         np.testing.assert_allclose(found, expected, atol=EXACT * max(1.0, float(np.abs(expected).max())))
         return
-    error = np.sqrt(np.mean((found - expected) ** 2, axis=-1)) / expected.std()
-    assert np.median(error) < TYPICAL_ROW, f"typical row {np.median(error):.3g}, largest {error.max():.3g}"
+    error = row_errors(found, expected)
+    allowed = SPREADS * spread + LEAST_SPREAD
+    assert np.median(error) <= allowed, f"typical row {np.median(error):.3g}, {allowed:.3g} allowed"
 
 
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "sampling"])
 def test_scenario(case: Case, scenario: str) -> None:
     name, engine, seen = case
     for part, found in SCENARIOS[scenario](engine).items():
-        assert_close(name, found, seen[f"{scenario}.{part}"])
+        assert np.isfinite(found).all()
+        key = f"{scenario}.{part}"
+        assert_close(name, kept(found, engine), seen[key], float(seen.get(f"{key}.spread", 0.0)))
 
 
 def test_sampled_ids(case: Case) -> None:
@@ -80,20 +96,27 @@ def test_traced_launches_are_finite(case: Case) -> None:
     assert len(seen) == len(set(seen)) > 20
 
 
-def test_held_out_text(folder, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
-    """Teacher-forced over the held-out text: same argmax unless the oracle's best two logits are close."""
-    with np.load(folder / "heldout.npz") as kept:
-        oracle = {name: kept[name] for name in kept.files}
+def test_held_out_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Teacher-forced over the held-out text: argmax and perplexity beside those of the CPU and of its other order."""
+    with np.load(folder / "heldout.npz") as kept_facts:
+        oracle = {name: kept_facts[name] for name in kept_facts.files}
     with Engine.open(folder / "trained-reference.dsv4c") as engine:
-        parts = [predict(engine, oracle["ids"][i : i + 16]) for i in range(0, len(oracle["ids"]), 16)]
-    best, _, nll = (np.concatenate(part) for part in zip(*parts, strict=True))
-    differs = best != oracle["best"]
-    widest = float(oracle["gap"][differs].max(initial=0))
-    ours, theirs = np.exp(nll.mean()), np.exp(oracle["nll"].mean())
-    with capsys.disabled():
-        print(
-            f"\nheld-out: {best.size} positions, argmax differs at {differs.sum()} ({differs.mean():.3%}), largest gap "
-            f"there {widest:.4f}; perplexity {ours:.5f} on the GPU, {theirs:.5f} on the CPU ({ours / theirs - 1:+.4%})"
+        best, _, nll = predict_all(engine, oracle["ids"], 16)
+    lines, found = [], {}
+    for who, chosen, mean in (("GPU", best, nll.mean()), ("CPU, other order", oracle["other"], oracle["other_nll"])):
+        differs = chosen != oracle["best"]
+        gaps = oracle["gap"][differs]
+        perplexity = float(np.exp(mean) / np.exp(oracle["nll"].mean(dtype=np.float64)) - 1)
+        found[who] = (differs.mean(), (differs & (oracle["gap"] > 0.5)).mean(), gaps.max(initial=0), perplexity)
+        lines.append(
+            f"held-out, {who}: argmax differs at {differs.mean():.3%} of {differs.size} positions; at "
+            f"{(differs & (oracle['gap'] > 0.5)).mean():.4%} the oracle's gap is above 0.5, the largest is "
+            f"{gaps.max(initial=0):.3f}; perplexity {perplexity:+.4%}"
         )
-    assert abs(ours / theirs - 1) < 1e-3
-    assert widest < 1.0
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    share, share_of_wide, widest, perplexity = found["GPU"]
+    other_share, other_wide, other_widest, _ = found["CPU, other order"]
+    assert abs(perplexity) < 1e-3
+    assert share <= SPREADS * other_share and share_of_wide <= SPREADS * other_wide + 1e-4
+    assert widest <= other_widest + 0.5

@@ -5,7 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernels.device_kernels import Mode, set_mode
+from tests.kernels.interpreted import stop_interpreter
 from tests.kernels.runner import Runner
+
+
+def pytest_sessionfinish() -> None:
+    stop_interpreter()
 
 
 @pytest.fixture(

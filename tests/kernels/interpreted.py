@@ -7,7 +7,6 @@ Where a kernel has a constexpr INTERPRET it is true: the interpreter multiplies 
 and truncates where it should round.
 """
 
-import atexit
 import functools
 import importlib
 import importlib.util
@@ -73,16 +72,22 @@ def _process() -> subprocess.Popen[bytes]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("package triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.kernels.interpreted"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
         cwd=ROOT,
     )
-    assert process.stdin
-    atexit.register(process.stdin.close)  # which ends it
-    return process
+
+
+def stop_interpreter() -> None:
+    """Ends the process, where one was started: a worker of pytest may end without Python's own clean-up."""
+    if _process.cache_info().currsize:
+        process = _process()
+        process.kill()
+        process.wait()
+        _process.cache_clear()
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
