@@ -48,6 +48,7 @@ class BuildReport:
     launches_per_step: int
     calls_per_step: int  # kernel launches; an operator may take several
     kernels: int
+    kernels_cached: int  # of them, that did not have to be compiled
     buckets: int
     arena_bytes: int
     arena_unshared_bytes: int
@@ -76,7 +77,9 @@ class BuildReport:
 
     def _plan_text(self) -> str:
         calls = f" by {self.calls_per_step} kernel calls" if self.calls_per_step != self.launches_per_step else ""
-        return f"{self.launches_per_step} launches a step{calls}, {self.kernels} kernels, {self.buckets} buckets"
+        cached = f" ({self.kernels_cached} from the cache)" if self.kernels_cached else ""
+        kernels = f"{self.kernels} kernels{cached}"
+        return f"{self.launches_per_step} launches a step{calls}, {kernels}, {self.buckets} buckets"
 
     def _memory_text(self) -> str:
         needed, memory = self.memory_needed_bytes, self.memory_bytes
@@ -282,6 +285,7 @@ def _report(
         launches_per_step=len(largest.launches),
         calls_per_step=_call_count(largest),
         kernels=len(code.images) or len(plan.kernels),
+        kernels_cached=code.cached,
         buckets=len(plan.buckets),
         arena_bytes=largest.arena_bytes,
         arena_unshared_bytes=largest.unshared_bytes,

@@ -45,7 +45,7 @@ def cache_key(facts: Mapping[str, object]) -> str:
 def default_folder(environment: Mapping[str, str]) -> Path | None:
     """$DSV4C_CACHE_DIR, or `dsv4c/cubins` below $XDG_CACHE_HOME or ~/.cache; None where there is no home folder."""
     if chosen := environment.get("DSV4C_CACHE_DIR"):
-        return Path(chosen)
+        return Path(os.path.join(environment.get("HOME", "~"), chosen[2:]) if chosen.startswith("~/") else chosen)
     shared = environment.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(shared):  # as its specification says: ignore a relative one
         home = environment.get("HOME", "")
@@ -108,14 +108,15 @@ class CubinCache:
         if self.folder is None or not self._writable:
             return
         cubin_path, json_path = self._paths(key)
-        record = {"sha256": hashlib.sha256(cubin).hexdigest(), "size_bytes": len(cubin), "facts": dict(facts)}
+        record = {"sha256": _digest(cubin, facts), "size_bytes": len(cubin), "facts": dict(facts)}
         try:
             with _writing, self._locked(fcntl.LOCK_SH):
                 cubin_path.parent.mkdir(exist_ok=True)
                 _write(cubin_path, key, cubin)
                 _write(json_path, key, json.dumps(record, sort_keys=True).encode())
         except OSError as error:
-            self._give_up(error.strerror or str(error))
+            where = f" ({error.filename})" if error.filename else ""
+            self._give_up(f"{error.strerror or error}{where}")
         except _NotACacheError as error:
             self._give_up(str(error))
 
@@ -223,10 +224,15 @@ def _read_entry(cubin_path: Path, record: bytes) -> CachedCubin | None:
         cubin = cubin_path.read_bytes()
         described = json.loads(record)
         facts = described["facts"]
-        whole = described["size_bytes"] == len(cubin) and described["sha256"] == hashlib.sha256(cubin).hexdigest()
-    except (OSError, ValueError, KeyError, TypeError):
+        whole = described["size_bytes"] == len(cubin) and described["sha256"] == _digest(cubin, facts)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return CachedCubin(cubin, facts) if whole and isinstance(facts, dict) else None
+    return CachedCubin(cubin, facts) if whole else None
+
+
+def _digest(cubin: bytes, facts: Mapping[str, object]) -> str:
+    """Over the image and over what is said of it: an engine takes both."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode() + b"\0" + cubin).hexdigest()
 
 
 def _write(path: Path, key: str, content: bytes) -> None:

@@ -24,6 +24,7 @@ class KernelSection:
     images: dict[KernelVariant, KernelImage]
     facts: list[dict[str, Any]]
     warnings: list[str]
+    cached: int = 0  # images that did not have to be compiled
 
 
 def compile_section(
@@ -40,7 +41,14 @@ def compile_section(
     variants = plan_variants(plan)
     if not variants:
         return KernelSection(b"", {}, [], [])
-    compiled = compile_kernels(variants, target.arch, cache, jobs=jobs, progress=progress)
+    counts: list[int] = []
+
+    def report(done: int, total: int) -> None:
+        counts.append(done)
+        if progress is not None:
+            progress(done, total)
+
+    compiled = compile_kernels(variants, target.arch, cache, jobs=jobs, progress=report)
     for bucket in plan.buckets:
         for launch in bucket.launches:
             for call in launch.calls:
@@ -65,7 +73,8 @@ def compile_section(
     ]
     if cache is not None and cache.warning is not None:
         warnings.append(cache.warning)
-    return KernelSection(bytes(data), images, facts, warnings)
+    # The first report comes when the cache has been looked through.
+    return KernelSection(bytes(data), images, facts, warnings, counts[0])
 
 
 def _first_uses(plan: ExecutionPlan) -> Iterator[tuple[str, KernelVariant, KernelCall]]:

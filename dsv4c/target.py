@@ -48,6 +48,8 @@ TARGETS: dict[str, Target] = {
         features=frozenset({Feature.CUDA, Feature.FP8_MMA, Feature.TMA, Feature.WGMMA}),
     ),
 }
+# What people call a machine whose engines have another name.
+_PRODUCTS = {"h200": "h100", "hopper": "h100", "gpu": "h100", "cuda": "h100"}
 # Announced, so that an error can say "not yet" rather than "unknown".
 COMING_TARGETS = ("orin",)
 
@@ -59,7 +61,11 @@ def find_target(name: str) -> Target:
     available = ", ".join(TARGETS)
     if name in COMING_TARGETS:
         raise RecipeError(f"target {name!r} cannot be built yet", hint=f"this version builds for: {available}")
-    nearest = difflib.get_close_matches(name, TARGETS, n=1)
+    if built := _PRODUCTS.get(name.lower()):
+        raise RecipeError(
+            f"unknown target {name!r}", hint=f"`--target {built}` builds for H100 and H200; plans know both by name"
+        )
+    nearest = difflib.get_close_matches(name.lower(), TARGETS, n=1)
     meant = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise RecipeError(
         f"unknown target {name!r}",

@@ -194,3 +194,19 @@ def test_prune_takes_the_oldest_and_only_its_own(tmp_path: Path) -> None:
     assert cache.usage() == Usage(0, 0, 0)
     assert files(folder) == {MARKER, LOCK, *foreign}
     assert files(outside) == {f"{OTHER}.cubin"}
+
+
+def test_altered_facts_are_a_miss(tmp_path: Path) -> None:
+    cache = CubinCache(tmp_path / "cubins")
+    cache.put(KEY, b"image", {"symbol": "kernel"})
+    (record,) = tmp_path.rglob(f"{KEY}.json")
+    whole = record.read_text()
+    for altered in (whole.replace('"kernel"', '"other"'), "[" * 200_000, "{}", ""):
+        record.write_text(altered)
+        assert cache.get(KEY) is None
+        cache.put(KEY, b"image", {"symbol": "kernel"})
+    assert cache.get(KEY) is not None
+
+
+def test_the_home_folder_in_the_variable() -> None:
+    assert default_folder({"DSV4C_CACHE_DIR": "~/x", "HOME": "/home/me"}) == Path("/home/me/x")

@@ -32,3 +32,10 @@ def test_unknown_target_names_the_nearest() -> None:
 def test_coming_target_is_not_called_unknown(name: str) -> None:
     with pytest.raises(RecipeError, match="cannot be built yet"):
         find_target(name)
+
+
+@pytest.mark.parametrize("name", ["h200", "H200", "hopper", "H100"])
+def test_other_names_of_a_machine_lead_to_its_target(name: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        find_target(name)
+    assert "h100" in (raised.value.hint or "")

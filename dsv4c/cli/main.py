@@ -2,7 +2,9 @@
 
 import errno
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 import click
@@ -83,7 +85,14 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code. What is not a user's problem stays a traceback."""
+    """Runs the command line and returns its exit code. What is not a user's problem stays a traceback.
+
+    Being told to end (SIGTERM, SIGHUP) is as Ctrl-C: what was begun is cleared away.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.default_int_handler)
     try:
         code = cli.main(args=arguments, prog_name="dsv4c", standalone_mode=False)
         return code if isinstance(code, int) else 0

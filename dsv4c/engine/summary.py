@@ -76,7 +76,7 @@ def summary_text(summary: dict[str, Any]) -> str:
         calls = f" by {bucket['calls']} kernel calls" if bucket.get("calls", 0) > bucket["launches"] else ""
         lines.append(
             f"bucket      {bucket['kind']:<6} {bucket['tokens']:>4} rows{sm_count}: {bucket['launches']} launches"
-            f"{calls}, arena {bucket['arena_bytes']:,} bytes ({saved:.0%} saved), {bucket['bytes_moved']:,} bytes "
+            f"{calls}, arena {bucket['arena_bytes']:,} bytes{_saved_text(saved)}, {bucket['bytes_moved']:,} bytes "
             f"moved, {bucket['flops']:,} FLOPs"
         )
     for section in summary["sections"]:
@@ -89,17 +89,23 @@ def summary_text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _saved_text(saved: float) -> str:
+    """Scratch of kernels may take more than reuse saves."""
+    return f" ({saved:.0%} saved)" if saved > 0 else ""
+
+
 def code_lines(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line an operator that the engine has machine code for."""
     lines = []
     for operator in sorted({kernel["operator"] for kernel in kernels}):
         own = [kernel for kernel in kernels if kernel["operator"] == operator]
-        registers = [kernel["registers"] for kernel in own]
+        registers = sorted({kernel["registers"] for kernel in own})
         shared = max(kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"] for kernel in own)
         spilled = sum(kernel["spill_bytes"] > 0 for kernel in own)
         lines.append(
-            f"  {operator:<19}{len(own):>3} {'kernel' if len(own) == 1 else 'kernels'}, {min(registers)} to "
-            f"{max(registers)} registers, at most {shared:,} bytes of shared memory"
+            f"  {operator:<19}{len(own):>3} {'kernel' if len(own) == 1 else 'kernels'}, "
+            + " to ".join(str(count) for count in (registers[0], *registers[1:][-1:]))
+            + f" registers, at most {shared:,} bytes of shared memory"
             + (f", {spilled} with spills" if spilled else "")
         )
     return lines

@@ -294,9 +294,11 @@ HF_KERNELS_LAYOUT = Layout(
 
 def _dsv4c(here: Surroundings) -> Iterator[Candidate]:
     chosen = here.variable("DSV4C_CACHE_DIR")
+    # As a build does: with the variable set, the default folder is not this user's cache.
     if chosen is not None:
         yield Candidate(chosen, "DSV4C_CACHE_DIR", DSV4C_LAYOUT)
-    yield Candidate(here.xdg_cache("dsv4c", "cubins"), "default", DSV4C_LAYOUT)
+    else:
+        yield Candidate(here.xdg_cache("dsv4c", "cubins"), "default", DSV4C_LAYOUT)
 
 
 def _inductor(here: Surroundings) -> Iterator[Candidate]:

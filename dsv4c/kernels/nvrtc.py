@@ -83,9 +83,16 @@ def _compile(
 
 @cache
 def _load() -> ctypes.CDLL:
-    # NVRTC opens this by name; loaded first, it is found wherever LD_LIBRARY_PATH points.
-    ctypes.CDLL(str(package_file(NVRTC_PACKAGE, NVRTC_VERSION, _BUILTINS)))
-    library = ctypes.CDLL(str(package_file(NVRTC_PACKAGE, NVRTC_VERSION, _LIBRARY)))
+    # NVRTC opens the builtins by name; loaded first, they are found wherever LD_LIBRARY_PATH points.
+    builtins, main = (package_file(NVRTC_PACKAGE, NVRTC_VERSION, name) for name in (_BUILTINS, _LIBRARY))
+    try:
+        ctypes.CDLL(str(builtins))
+        library = ctypes.CDLL(str(main))
+    except OSError as error:
+        raise KernelError(
+            f"package {NVRTC_PACKAGE} {NVRTC_VERSION} cannot be loaded: {error}",
+            hint=f"pip install --force-reinstall {NVRTC_PACKAGE}=={NVRTC_VERSION}",
+        ) from None
     library.nvrtcGetErrorString.restype = ctypes.c_char_p
     return library
 

@@ -86,13 +86,18 @@ def require_fit(fit: Fit, target: PlanTarget, what: str) -> None:
     """Raise PlanError where a model does not fit the memory of a target."""
     if fit.fits:
         return
+    needs = f"weights {fit.weights / 1e9:.2f} GB, state of one slot {fit.state / 1e9:.2f} GB"
+    needs += f", arena {fit.arena / 1e9:.2f} GB{_reserved_text(fit)}"
     raise PlanError(
-        f"{what} does not fit {target.product} ({target.name}): weights {fit.weights / 1e9:.2f} GB, state of one slot "
-        f"{fit.state / 1e9:.2f} GB and arena {fit.arena / 1e9:.2f} GB need {fit.needed / 1e9:.2f} GB, memory is "
+        f"{what} does not fit {target.product} ({target.name}): {needs} need {fit.needed / 1e9:.2f} GB, memory is "
         f"{fit.memory / 1e9:.2f} GB",
         hint="`dsv4c plan` says what would fit; `--memory GB` is for an engine of another machine, `--force` builds "
         "all the same",
     )
+
+
+def _reserved_text(fit: Fit) -> str:
+    return f" and {fit.reserved / 1e9:.2f} GB for driver and system" if fit.reserved else ""
 
 
 class Capacity:

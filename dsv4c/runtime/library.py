@@ -45,7 +45,7 @@ _ERRORS: dict[Status, tuple[type[Dsv4cError], str | None]] = {
     Status.ARCH: (EngineFormatError, "build an engine for this machine, as with `dsv4c build CHECKPOINT --target cpu`"),
     Status.DIGEST: (EngineFormatError, _DAMAGED),
     Status.OUT_OF_MEMORY: (SessionError, "use fewer slots or a smaller context"),
-    Status.UNSUPPORTED: (EngineFormatError, "use the dsv4c that wrote the engine, or build one for this machine"),
+    Status.UNSUPPORTED: (EngineFormatError, "`dsv4c doctor ENGINE` says what this machine lacks to run it"),
     Status.BUSY: (SessionError, "use one session per thread"),
     Status.DEVICE: (
         SessionError,

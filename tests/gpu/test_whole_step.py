@@ -33,8 +33,8 @@ Case = tuple[str, Engine, dict[str, Array]]
 
 # Two sums of a few thousand float32 products, carried through six layers.
 EXACT = 2e-4
-# Allowed multiple of the distance between two summation orders (the largest of a model's scenarios: some have few rows),
-# and what is added where that happens to be small.
+# Allowed multiple of the distance between two summation orders (the largest of a model's scenarios: some have few
+# rows), and what is added where that happens to be small.
 SPREADS, LEAST_SPREAD = 1.5, 0.02
 
 

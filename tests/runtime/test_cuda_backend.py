@@ -65,7 +65,7 @@ def test_without_a_driver(tmp_path: Path) -> None:
     message = r"engine for sm_90a needs an NVIDIA driver: libcuda\.so\.1 cannot be loaded \(libcuda\.so\.1: cannot open"
     with pytest.raises(EngineFormatError, match=message) as caught:
         Engine.open(write_engine(tmp_path / "gpu.dsv4c", cuda_parts()))
-    assert caught.value.hint == "use the dsv4c that wrote the engine, or build one for this machine"
+    assert caught.value.hint == "`dsv4c doctor ENGINE` says what this machine lacks to run it"
     Engine.open(write_engine(tmp_path / "cpu.dsv4c")).close()
 
 
