@@ -123,6 +123,8 @@ def build_engine(
         (dump_dir / "plan.txt").write_text(format_plan(plan))
     check_space(output, plan.weights.size_bytes)
     code = compile_section(plan, recipe.target, default_cache(), progress=_stage(progress, "compiling kernels"))
+    if dump_dir is not None:
+        _dump_kernels(dump_dir / "kernels", code)
     scan = scan_checkpoint(checkpoint, check_values=check_values, progress=_stage(progress, "reading the checkpoint"))
     warnings = checkpoint.warnings + code.warnings + scan.warnings
     if TOKENIZER_FILE not in checkpoint.tokenizer_texts():
@@ -176,6 +178,14 @@ def _prepare_dump_dir(dump_dir: Path | None) -> None:
         raise InputError(
             f"cannot make the dump folder {dump_dir}: {error.strerror}", hint="name a folder that can be written to"
         ) from None
+
+
+def _dump_kernels(folder: Path, code: KernelSection) -> None:
+    """The machine code of every kernel, for disassemblers; nothing on a target whose kernels the runtime brings."""
+    for number, (variant, image) in enumerate(code.images.items()):
+        folder.mkdir(exist_ok=True)
+        data = code.data[image.offset : image.offset + image.size_bytes]
+        (folder / f"{number:03}-{variant.entry}.cubin").write_bytes(data)
 
 
 def weight_blocks(

@@ -19,8 +19,9 @@ from dsv4c.compiler import BuildReport, build_engine
 from dsv4c.cubin_cache import default_cache
 from dsv4c.engine.format import Bucket, Kernel, Launch, Record, SectionType
 from dsv4c.engine.reader import EngineReader, read_engine
-from dsv4c.errors import KernelError, SessionError
+from dsv4c.errors import EngineFormatError, KernelError
 from dsv4c.graph.annotations import Numerics
+from dsv4c.kernels.compile_request import CompileRequest
 from dsv4c.kernels.registry import SELECTORS
 from dsv4c.recipe import Recipe
 from dsv4c.runtime.engine import Engine
@@ -90,19 +91,24 @@ def test_the_manifest_says_what_every_kernel_takes(built: tuple[Path, BuildRepor
 def test_a_second_build_compiles_nothing_and_gives_the_same_bytes(
     built: tuple[Path, BuildReport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compiling(*_: object) -> None:
-        raise AssertionError("a cached kernel was compiled again")
+    def compiling(requests: list[CompileRequest], *_: object) -> Iterator[None]:
+        assert not requests, "a cached kernel was compiled again"
+        yield from ()
 
     monkeypatch.setattr(kernel_compiler, "_compile", compiling)
     for name in ("CUDA_HOME", "TRITON_CACHE_DIR", "NVCC_APPEND_FLAGS", "TRITON_PTXAS_PATH", "LANG", "SOME_VARIABLE"):
         monkeypatch.setenv(name, str(tmp_path))
-    build_engine(TINY_OFFICIAL, recipe(), tmp_path / "again", goldens=False)
+    again = build_engine(TINY_OFFICIAL, recipe(), tmp_path / "again", goldens=False)
+    assert again.kernels_cached == again.kernels and "from the cache" in again.to_text()
     assert (tmp_path / "again").read_bytes() == built[0].read_bytes()
     assert default_cache().usage().entries > 0
 
 
 def test_exact_numerics_build(cache: Path, tmp_path: Path) -> None:
-    report = build_engine(TINY_OFFICIAL, recipe("exact"), tmp_path / "e", goldens=False)
+    dumps = tmp_path / "dumps"
+    report = build_engine(TINY_OFFICIAL, recipe("exact"), tmp_path / "e", goldens=False, dump_dir=dumps)
+    images = sorted((dumps / "kernels").glob("*.cubin"))
+    assert len(images) == report.kernels and images[0].read_bytes()[:4] == ELF_MAGIC
     assert report.kernels > 0 and not any("spills" in warning for warning in report.warnings)
 
 
@@ -120,8 +126,9 @@ def test_without_a_kernel_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is an NVIDIA device")
 def test_opening_where_there_is_no_driver(built: tuple[Path, BuildReport]) -> None:
-    with pytest.raises(SessionError, match=r"sm_90a.*NVIDIA driver"):
+    with pytest.raises(EngineFormatError, match=r"sm_90a needs an NVIDIA driver") as raised:
         Engine.open(built[0])
+    assert "dsv4c doctor" in (raised.value.hint or "")
 
 
 def test_inspect_lists_the_kernels(built: tuple[Path, BuildReport], capsys: pytest.CaptureFixture[str]) -> None:
