@@ -1,5 +1,6 @@
 """What every command shares: messages on stderr, exit codes, an interrupted or abandoned run."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -117,3 +118,28 @@ def test_every_stage_has_an_exit_code_of_its_own() -> None:
     stages = Dsv4cError.__subclasses__()
     assert len({cls.exit_code for cls in stages} - {0, 1, 2}) == len(stages)
     assert {cls.exit_code for cls in stages} <= exit_codes().keys()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_being_told_to_end_is_an_interruption(number: signal.Signals) -> None:
+    """What a command was writing is cleared away by its `finally` and context managers, whichever way it ends."""
+    script = """
+import sys, time
+from dsv4c.cli import main
+@main.cli.command("wait")
+def wait():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleared", flush=True)
+main.LazyGroup.get_command = lambda self, context, name: wait
+sys.exit(main.main(["wait"]))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err.strip()) == (130, "cleared\n", "interrupted")
