@@ -36,22 +36,20 @@ def _assigned(bucket: BucketPlan, target: Target, sm_count: int) -> BucketPlan:
     for launch in bucket.launches:
         selection.scratch_bytes = 0
         calls = tuple(SELECTORS[target.arch][launch.kernel](launch, selection))
-        _check(launch, calls, target)
+        _check(launch, calls)
         launches.append(replace(launch, calls=calls))
         scratch = max(scratch, selection.scratch_bytes)
     arena = selection.scratch_start + scratch if scratch else bucket.arena_bytes
     return replace(bucket, launches=tuple(launches), arena_bytes=arena, sm_count=sm_count)
 
 
-def _check(launch: Launch, calls: tuple[KernelCall, ...], target: Target) -> None:
-    """What only a selector's fault could break, found at build time rather than on the card."""
+def _check(launch: Launch, calls: tuple[KernelCall, ...]) -> None:
+    """What only a selector's fault could break; threads and memory of a block are checked with the compiled kernel."""
     for call in calls:
-        where = f"{call.variant.entry} for %{launch.name}"
         if not 0 < call.block <= 1024 or min(call.grid) < 1 or max(call.grid[1:]) > 65535:
-            raise KernelError(f"{where}: a grid of {call.grid} blocks of {call.block} threads cannot be launched")
-        if call.shared_bytes > target.smem_per_block:
             raise KernelError(
-                f"{where} asks for {call.shared_bytes} bytes of shared memory, a block can have {target.smem_per_block}"
+                f"{call.variant.entry} for %{launch.name}: a grid of {call.grid} blocks of {call.block} threads cannot "
+                "be launched"
             )
     assert calls and calls[-1].args[len(calls[-1].args) - len(launch.outputs) :] == launch.outputs, launch.name
 

@@ -32,7 +32,7 @@ stripped() {
   mark=$(mktemp) && sleep 1
   loader=$(ldconfig -p | awk '/libcuda\.so\.1/ { print $NF; exit }')
   echo "driver library: ${loader:-not known to ldconfig; LD_LIBRARY_PATH is $LD_LIBRARY_PATH}"
-  local library_path=$folder${loader:+}
+  local library_path=$folder
   [ -n "$loader" ] || library_path=$folder:${LD_LIBRARY_PATH:-}
   time env -i LD_LIBRARY_PATH="$library_path" "$folder/generate" "$engine" 24 "${prompt[@]}" || return 1
   echo "files written:"

@@ -113,7 +113,7 @@ def some_rows(engine: Engine) -> Seen:
 
 
 def sampling(engine: Engine) -> Seen:
-    """Sampled ids: greedy, and draws with every kind of limit and a mask."""
+    """Sampled ids: greedy, and draws with every kind of limit and a mask, which they keep to whatever the logits."""
     ids = token_ids(engine)[:64]
     vocab = engine.info.vocab_size
     rng = np.random.default_rng(3)
@@ -131,10 +131,16 @@ def sampling(engine: Engine) -> Seen:
     masks[3] = False
     rows = [63, 0, 10, 20, 30, 40, 50, 60]
     seen: Seen = {}
-    with engine.session(2, CONTEXT, poison=True) as session:
+    with engine.session(3, CONTEXT, poison=True) as session:
         positions = list(range(64))
         seen["free"] = session.sample(ids, [0] * 64, positions, rows, settings)
         seen["masked"] = session.sample(ids, [1] * 64, positions, rows, settings, masks)
+        logits = session.step(ids, [2] * 64, positions, rows)
+    assert seen["free"][0] == logits[0].argmax() and seen["free"][5] == logits[5].argmax()  # greedy; a top-k of 1
+    for row, (allowed, chosen) in enumerate(zip(masks, seen["masked"], strict=True)):
+        assert allowed[chosen] if allowed.any() else chosen == -1, row
+    best_five = np.argsort(-logits[2], kind="stable")[:5]
+    assert seen["free"][2] in best_five
     return seen
 
 

@@ -57,12 +57,10 @@ def test_scenario(case: Case, scenario: str) -> None:
 
 
 def test_sampled_ids(case: Case) -> None:
-    """Draws agree unless a logit that differs a little moves them across a border."""
+    """In exact numerics the very ids of the CPU; in both, ids that the scenario itself finds allowed."""
     name, engine, seen = case
     for part, found in SCENARIOS["sampling"](engine).items():
         expected = seen[f"sampling.{part}"]
-        if part == "masked":
-            assert found[3] == expected[3] == -1
         if name.endswith("exact"):
             np.testing.assert_array_equal(found, expected)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from dsv4c.jit_caches import kinds
-from dsv4c.jit_caches.kinds import KINDS, TORCH_EXTENSIONS_DIR_LAYOUT, TRITON_LAYOUT
+from dsv4c.jit_caches.kinds import KINDS
+from dsv4c.jit_caches.known_layouts import TORCH_EXTENSIONS_DIR_LAYOUT, TRITON_LAYOUT
 from dsv4c.jit_caches.places import Place
 from dsv4c.jit_caches.removal import remove_entries
 from dsv4c.jit_caches.selection import Cut, make_cut

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsv4c.cubin_cache import CubinCache, cache_key
-from dsv4c.jit_caches.kinds import (
+from dsv4c.jit_caches.known_layouts import (
     DSV4C_LAYOUT,
     INDUCTOR_LAYOUT,
     TORCH_EXTENSIONS_DIR_LAYOUT,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # Makes a cache, and prints seconds and growth of the peak memory for looking at it and for removing it.
 SCRIPT = r"""
 import json, os, sys, time
-from dsv4c.jit_caches.kinds import INDUCTOR_LAYOUT, TRITON_LAYOUT
+from dsv4c.jit_caches.known_layouts import INDUCTOR_LAYOUT, TRITON_LAYOUT
 from dsv4c.jit_caches.places import Place
 from dsv4c.jit_caches.removal import remove_entries
 from dsv4c.jit_caches.selection import count_selected, make_cut

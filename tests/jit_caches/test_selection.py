@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4c.jit_caches.kinds import TRITON_LAYOUT
+from dsv4c.jit_caches.known_layouts import TRITON_LAYOUT
 from dsv4c.jit_caches.places import Place
 from dsv4c.jit_caches.removal import remove_entries
 from dsv4c.jit_caches.selection import Cut, count_selected, make_cut

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dsv4c.jit_caches import removal, tree
-from dsv4c.jit_caches.kinds import TRITON_LAYOUT
+from dsv4c.jit_caches.known_layouts import TRITON_LAYOUT
 from dsv4c.jit_caches.places import Place
 from dsv4c.jit_caches.removal import Removal, remove_entries
 from dsv4c.jit_caches.report import path_text
