@@ -124,8 +124,11 @@ def test_every_stage_has_an_exit_code_of_its_own() -> None:
 def test_being_told_to_end_is_an_interruption(number: signal.Signals) -> None:
     """What a command was writing is cleared away by its `finally` and context managers, whichever way it ends."""
     script = """
-import sys, time
+import signal, sys, time
 from dsv4c.cli import main
+# A run of the tests in the background may have them ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 @main.cli.command("wait")
 def wait():
     try:
