@@ -7,6 +7,8 @@
 
 #ifdef DSV4C_EMULATE
 #include "hopper_emulated.h"
+inline void barrier_arrive(SharedAddress barrier) { barrier_arrive((u64*)barrier); }
+inline void barrier_wait(SharedAddress barrier, u32 parity) { barrier_wait((u64*)barrier, parity); }
 #else
 
 // ---- barriers in shared memory (mbarrier): a phase ends when all arrivals and all announced bytes have come ----
@@ -17,22 +19,24 @@ __device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
 // By the thread that initialised them, before the others use them (behind a barrier of the block).
 __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_arrive(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(u64* barrier) { barrier_arrive(shared_address(barrier)); }
 // Arrives and announces bytes of copies.
 __device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 // Until the phase of that parity has ended; a fresh barrier is in phase 0, so that parity 1 does not wait.
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+__device__ __forceinline__ void barrier_wait(SharedAddress barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(
-          shared_address(barrier)),
+          barrier),
       "r"(parity)
       : "memory");
 }
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) { barrier_wait(shared_address(barrier), parity); }
 // The calling thread's earlier cp_async copies arrive when they are done; it counts as one of the arrivals.
 __device__ __forceinline__ void cp_async_arrive(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
