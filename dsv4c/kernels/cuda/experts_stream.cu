@@ -458,9 +458,10 @@ __device__ __forceinline__ void finish(Shared& shared, const Stretch& own, const
   }
 }
 
+// What the launch before wrote is not __restrict__: loads of it must not move in front of the wait for that launch.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-experts_stream(const u8* __restrict__ xq, const float* __restrict__ xs, const float* __restrict__ pair_weights,
-               const int* __restrict__ list, const Place* __restrict__ places, const int* __restrict__ heads,
+experts_stream(const u8* xq, const float* xs, const float* pair_weights,
+               const int* list, const Place* places, const int* heads,
 #if GROUPS > 1
                const int* __restrict__ topology,
 #endif
