@@ -11,13 +11,18 @@
 //   0 to 15   compute, as four warpgroups that share the columns: of each slot of the ring (64 rows x 512 columns),
 //             warpgroup w takes the tile w, its warp r the row group r. Each warpgroup keeps its quarter of the inputs.
 //   16        copies weights into the ring
-//   17 to 19  finish: add up what the four warpgroups have of a row group, in a fixed order; the row groups go around
-// Not one more: with five warps on each quarter of an SM a thread has 96 registers, with six only 80.
+//   17 to 19  finish: add up what the four warpgroups have of a panel, in a fixed order; every third panel is a warp's
+// Not one more: with five warps on each quarter of an SM a thread has 96 registers, with six only 80. A warp that
+// finishes waits for its stores before it counts, which takes longer than a panel: so each has a panel of its own.
+//
+// What a block hands to others, h and the parts of the sums, is announced by counters behind fences, or, for the few rows
+// whose time those would be (TAGGED), carries its own news: words of eight bytes, data and a tag that the launch before
+// has cleared. Who needs such a word reads it until the tag is there.
 //
 // Macros: FP8 (0: FP4), HIDDEN, INNER, EXPERTS, CHOICES, RECORD_BYTES (from one expert to the next), LIMIT, SMS, GROUPS (of
 // SMs that share places), TILE (pairs of a place: 8 or 16), ROWS (the bucket's), OUT_STRIDE, SLOTS (of the ring),
+// TAGGED,
 // SHARED_BYTES; for measuring, STREAM_ONLY 1 leaves the products out.
-#define WAITS_FOR_BLOCKS
 #include "experts_packed.cuh"
 #include "hopper_chain.cuh"
 #include "quantize.cuh"
@@ -40,7 +45,7 @@ constexpr int PARTS = TILE / 8;  // of eight pairs
 constexpr int PAIRS = ROWS * CHOICES, PAIRS_HIT = PAIRS < EXPERTS ? PAIRS : EXPERTS;
 constexpr int MOST_PLACES = PAIRS_HIT + (PAIRS - PAIRS_HIT) / TILE;
 constexpr int ROW_GROUPS = 4;  // of a panel
-constexpr int BUFFERS = 2;     // of sums between computing and finishing
+constexpr int BUFFERS = FINISH_WARPS;  // of sums between computing and finishing: each finishing warp has its own
 
 struct Shared {
   u8 ring[SLOTS][SLOT_BYTES];
@@ -197,9 +202,8 @@ __device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp&
   // Where the panels fill the ring a whole number of times, its slots are known to the compiler.
   constexpr bool WHOLE = SLOTS1 % SLOTS == 0 && SLOTS2 % SLOTS == 0;
   constexpr int PANEL_SLOTS = (TILES + WARPGROUPS - 1) / WARPGROUPS;
-  constexpr int UNROLL = TILE == 8 ? PANEL_SLOTS : WHOLE ? SLOTS : 1;
   Sums sums = {};
-#pragma unroll UNROLL
+#pragma unroll(TILE == 8 ? SLOTS : 1)
   for (int slot = 0; slot < PANEL_SLOTS; slot++) {
     const int at = WHOLE ? slot % SLOTS : ring.slot;
     const u32 parity = WHOLE ? ring.parity ^ (slot / SLOTS & 1) : ring.parity;
@@ -224,29 +228,45 @@ __device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp&
     to[j][warp.lane] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
   __syncwarp();
   if (warp.lane == 0) barrier_arrive(&shared.computed[buffer.slot]);
-  buffer.slot ^= 1;
-  if (buffer.slot == 0) buffer.parity ^= 1;
+  if (++buffer.slot == BUFFERS) buffer.slot = 0, buffer.parity ^= 1;
 }
 
 // The inputs of the first projection: rows of x that are e4m3 already. Pairs that a place lacks repeat its last one.
 __device__ __forceinline__ void load_x(Shared& shared, const ComputeWarp& warp, const Place& place, const u8* xq,
                                        const float* xs) {
+  constexpr int PIECES = TILE_COLUMNS / 16, EACH = (SLOTS1 * TILE * PIECES + 127) / 128;
   const int thread = warp.row_group * 32 + warp.lane;
-  constexpr int PIECES = TILE_COLUMNS / 16;
-  meet(warp);
-#pragma unroll 2
-  for (int i = thread; i < SLOTS1 * TILE * PIECES; i += 128) {
-    const int piece = i % PIECES, pair = i / PIECES % TILE, slot = i / (PIECES * TILE);
-    const int tile = slot * WARPGROUPS + warp.group;
-    if (tile >= TILES1) break;
+  uint4 values[EACH];
+  float scales[EACH];
+  // All loads are under way before the first is waited for.
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int at = i * 128 + thread, piece = at % PIECES, pair = at / PIECES % TILE;
+    const int tile = min(at / (PIECES * TILE) * WARPGROUPS + warp.group, TILES1 - 1);
     const int row = shared.pairs[place.first + min(pair, place.count - 1)] / CHOICES;
-    *(uint4*)(warp.inputs + slot * INPUT_BYTES + piece * HALF_BYTES + pair * 16) =
-        *(const uint4*)(xq + (i64)row * HIDDEN + tile * TILE_COLUMNS + piece * 16);
-    if (piece == 0) warp.input_scales[slot * TILE + pair] = xs[row * TILES1 + tile];
+    values[i] = *(const uint4*)(xq + (i64)row * HIDDEN + tile * TILE_COLUMNS + piece * 16);
+    scales[i] = xs[row * TILES1 + tile];
+  }
+  meet(warp);
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int at = i * 128 + thread, piece = at % PIECES, pair = at / PIECES % TILE, slot = at / (PIECES * TILE);
+    if (slot >= SLOTS1) break;
+    *(uint4*)(warp.inputs + slot * INPUT_BYTES + piece * HALF_BYTES + pair * 16) = values[i];
+    if (piece == 0) warp.input_scales[slot * TILE + pair] = scales[i];
   }
   shared_proxy_fence();
   meet(warp);
 }
+
+#if TAGGED
+typedef Tagged H;     // two columns
+typedef Tagged Part;  // a float
+#else
+typedef bf16 H;
+typedef float Part;
+#endif
+constexpr int H_WORDS = TAGGED ? INNER / 2 : INNER;  // of a row: a tag's word has four bytes of data
 
 // Eight columns of h, which other blocks wrote in this launch: not through L1.
 __device__ __forceinline__ uint4 load_fresh(const void* from) {
@@ -284,21 +304,48 @@ __device__ __forceinline__ void round_columns(const ComputeWarp& warp, const uin
   if (eight == 0) warp.input_scales[slot * TILE + pair] = scale;
 }
 
+// A warpgroup's columns of a row of h, eight of a lane in each slot.
+typedef uint4 Columns[SLOTS2];
+
+#if TAGGED
+__device__ __forceinline__ void load_columns(const ComputeWarp& warp, const H* row, Columns& columns) {
+  for (bool complete = false; !complete;) {
+    complete = true;
+#pragma unroll
+    for (int slot = 0; slot < SLOTS2; slot++) {
+      const int tile = slot * WARPGROUPS + warp.group;
+      if (tile >= TILES2) continue;
+      Tagged words[4];
+      load_tagged(row + (tile * TILE_COLUMNS + warp.lane % 16 * 8) / 2, words[0], words[1]);
+      load_tagged(row + (tile * TILE_COLUMNS + warp.lane % 16 * 8) / 2 + 2, words[2], words[3]);
+      columns[slot] = {words[0].data, words[1].data, words[2].data, words[3].data};
+      complete &= words[0].tag & words[1].tag & words[2].tag & words[3].tag;
+    }
+    if (!complete) pause(20);
+  }
+  __syncwarp();
+}
+#else
+__device__ __forceinline__ void load_columns(const ComputeWarp& warp, const H* row, Columns& columns) {
+#pragma unroll
+  for (int slot = 0; slot < SLOTS2; slot++) {
+    const int tile = slot * WARPGROUPS + warp.group;
+    if (tile < TILES2) columns[slot] = load_fresh(row + tile * TILE_COLUMNS + warp.lane % 16 * 8);
+  }
+}
+#endif
+
 // The inputs of the second projection, once all panels of the place's first one are done.
-__device__ __forceinline__ void load_h(const ComputeWarp& warp, const Place& place, const bf16* h, const u32* counter) {
-  if (warp.row_group == 0 && warp.lane == 0)
-    while (load_acquire(counter) < (u32)(PANELS1 * ROW_GROUPS)) pause(20);
+__device__ __forceinline__ void load_h(const ComputeWarp& warp, const Place& place, const H* h, const u32* counter) {
+  if (!TAGGED && warp.row_group == 0 && warp.lane == 0)
+    while (load_acquire(counter) < (u32)PANELS1) pause(20);
   meet(warp);
   // A warp has two pairs at a time, half a warp each.
 #pragma unroll 1
   for (int part = 0; part < PARTS; part++) {
     const int pair = part * 8 + warp.row_group * 2 + warp.lane / 16;
-    const bf16* const row = h + (i64)(place.first + min(pair, place.count - 1)) * INNER + warp.lane % 16 * 8;
-    uint4 columns[SLOTS2];
-#pragma unroll
-    for (int slot = 0; slot < SLOTS2; slot++)
-      if (slot * WARPGROUPS + warp.group < TILES2)
-        columns[slot] = load_fresh(row + (slot * WARPGROUPS + warp.group) * TILE_COLUMNS);
+    Columns columns;
+    load_columns(warp, h + (i64)(place.first + min(pair, place.count - 1)) * H_WORDS, columns);
 #pragma unroll
     for (int slot = 0; slot < SLOTS2; slot++)
       if (slot * WARPGROUPS + warp.group < TILES2) round_columns(warp, columns[slot], slot, pair);
@@ -308,7 +355,7 @@ __device__ __forceinline__ void load_h(const ComputeWarp& warp, const Place& pla
 }
 
 __device__ __forceinline__ void compute(Shared& shared, const Stretch& own, const Place* places, const u8* xq,
-                                        const float* xs, const bf16* h, const u32* counters) {
+                                        const float* xs, const H* h, const u32* counters) {
   const int index = threadIdx.x / 32;
   ComputeWarp warp;
   warp.group = index / 4, warp.row_group = index % 4, warp.lane = threadIdx.x % 32;
@@ -343,118 +390,146 @@ __device__ __forceinline__ void compute(Shared& shared, const Stretch& own, cons
   }
 }
 
-// The row groups of the block's panels that a finishing warp has: every third.
-struct RowGroups {
-  int next;  // counted through all panels of the block
-  __device__ __forceinline__ int panel() const { return next / ROW_GROUPS; }
-  __device__ __forceinline__ int row_group() const { return next % ROW_GROUPS; }
-};
-
 // The sums of a row group over the four warpgroups, in their order.
-__device__ __forceinline__ void collect(Shared& shared, const RowGroups& own, int lane, Sums& sums) {
-  const int buffer = own.panel() % BUFFERS;
-  barrier_wait(&shared.computed[buffer], own.panel() / BUFFERS & 1);
+__device__ __forceinline__ void collect(const Shared& shared, int buffer, int row_group, int lane, Sums& sums) {
 #pragma unroll
   for (int j = 0; j < PARTS; j++) {
     float4 sum = {0, 0, 0, 0};
 #pragma unroll
     for (int group = 0; group < WARPGROUPS; group++) {
-      const float4 part = shared.sums[buffer][group * 4 + own.row_group()][j][lane];
+      const float4 part = shared.sums[buffer][group * 4 + row_group][j][lane];
       sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
     }
     constexpr float TIMES = FP8 ? 1.0f : FP4_DECODED_TIMES;
     sums[4 * j] = sum.x * TIMES, sums[4 * j + 1] = sum.y * TIMES;
     sums[4 * j + 2] = sum.z * TIMES, sums[4 * j + 3] = sum.w * TIMES;
   }
-  __syncwarp();
-  if (lane == 0) barrier_arrive(&shared.finished[buffer]);
+}
+
+// Two neighbouring parts of a row's choice.
+__device__ __forceinline__ float2 load_parts(const Part* from) {
+#if TAGGED
+  Tagged words[2];
+  for (;;) {
+    load_tagged(from, words[0], words[1]);
+    if (words[0].tag & words[1].tag) break;
+    pause(20);
+  }
+  return {bits_to_float(words[0].data), bits_to_float(words[1].data)};
+#elif defined(DSV4C_EMULATE)
+  return *(const float2*)from;
+#else
+  float2 values;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(values.x), "=f"(values.y) : "l"(from) : "memory");
+  return values;
+#endif
 }
 
 // A row's sum over its choices, of the 64 columns that this panel is of: by the warp that finished the last of their
 // parts, in the order of the choices.
-__device__ __forceinline__ void sum_choices(int row, int panel, int lane, const float* parts, float* out) {
+__device__ __forceinline__ void sum_choices(int row, int panel, int lane, const Part* parts, float* out) {
   const int column = panel * PANEL_ROWS + 2 * lane;
   float2 values[CHOICES];
 #pragma unroll
-  for (int choice = 0; choice < CHOICES; choice++) {
-    const float* const from = parts + (i64)(row * CHOICES + choice) * HIDDEN + column;
-#ifdef DSV4C_EMULATE
-    values[choice] = *(const float2*)from;
-#else
-    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(values[choice].x), "=f"(values[choice].y)
-                 : "l"(from)
-                 : "memory");
-#endif
-  }
+  for (int choice = 0; choice < CHOICES; choice++)
+    values[choice] = load_parts(parts + (i64)(row * CHOICES + choice) * HIDDEN + column);
   float2 sum = {0, 0};
 #pragma unroll
   for (int choice = 0; choice < CHOICES; choice++) sum.x += values[choice].x, sum.y += values[choice].y;
   *(float2*)(out + (i64)row * OUT_STRIDE + column) = sum;
 }
 
-// h of a row group of the first projection.
-__device__ __forceinline__ void finish_product(const Place& place, int panel, int row_group, int lane, const Sums& sums,
-                                               const float (&weights)[2 * PARTS], bf16* h) {
+// Pair i of the 2 PARTS that a lane has sums of.
+__device__ __forceinline__ int pair_of(int i, int lane) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+
+// Two row groups of the first projection: their h, 16 columns from `column` on. With tags, a lane and the one of the next
+// row slot exchange halves, so that each has two neighbouring columns.
+__device__ __forceinline__ void finish_product(const Place& place, int column, int lane, const Sums (&sums)[2],
+                                               const float (&weights)[2 * PARTS], H* h) {
 #pragma unroll
   for (int i = 0; i < 2 * PARTS; i++) {
-    const int pair = i / 2 * 8 + lane % 4 * 2 + i % 2;
-    if (pair >= place.count) continue;
-    const float product = gated(sums[i / 2 * 4 + i % 2], sums[i / 2 * 4 + 2 + i % 2]) * weights[i];
-    h[(i64)(place.first + pair) * INNER + panel * 32 + row_group * 8 + lane / 4] = to_bf16(product);
+    bf16 products[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      products[j] = to_bf16(gated(sums[j][i / 2 * 4 + i % 2], sums[j][i / 2 * 4 + 2 + i % 2]) * weights[i]);
+    H* const row = h + (i64)(place.first + pair_of(i, lane)) * H_WORDS;
+#if TAGGED
+    const bool odd = lane / 4 % 2;
+    const u32 other = __shfl_xor_sync(0xFFFFFFFFu, (u32)products[!odd].bits, 4), own = products[odd].bits;
+    if (pair_of(i, lane) < place.count)
+      store_tagged(row + (column + odd * 8 + lane / 8 * 2) / 2, odd ? own << 16 | other : other << 16 | own);
+#else
+    if (pair_of(i, lane) < place.count) row[column + lane / 4] = products[0], row[column + 8 + lane / 4] = products[1];
+#endif
   }
 }
 
-// The parts that a row group of the second projection adds to the rows of its pairs.
-__device__ __forceinline__ void finish_parts(const Shared& shared, const Place& place, int panel, int row_group, int lane,
-                                             const Sums& sums, float* parts, u32* rows_done, float* out) {
+__device__ __forceinline__ void store_part(float* to, float value) { *to = value; }
+__device__ __forceinline__ void store_part(Tagged* to, float value) { store_tagged(to, float_to_bits(value)); }
+
+// A row group of the second projection: the parts of the rows of its pairs.
+__device__ __forceinline__ void finish_parts(const Place& place, const int* pairs, int row, int lane, const Sums& sums,
+                                             Part* parts) {
 #pragma unroll
-  for (int i = 0; i < 4 * PARTS; i++) {
-    const int pair = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    if (pair >= place.count) continue;
-    const int column = panel * PANEL_ROWS + row_group * 16 + lane / 4 + i % 4 / 2 * 8;
-    parts[(i64)shared.pairs[place.first + pair] * HIDDEN + column] = sums[i];
+  for (int i = 0; i < 2 * PARTS; i++) {
+    if (pair_of(i, lane) >= place.count) continue;
+    Part* const to = parts + (i64)pairs[place.first + pair_of(i, lane)] * HIDDEN + row + lane / 4;
+    store_part(to, sums[i / 2 * 4 + i % 2]);
+    store_part(to + 8, sums[i / 2 * 4 + 2 + i % 2]);
   }
+}
+
+// Counts the parts of a panel; who finds them complete for a row adds them up. Tagged parts may still be on their way.
+__device__ __forceinline__ void count_parts(const Place& place, const int* pairs, int panel, int lane, const Part* parts,
+                                            u32* rows_done, float* out) {
   __syncwarp();
-  const int row = lane < place.count ? shared.pairs[place.first + lane] / CHOICES : 0;
+  if (!TAGGED) global_fence();
+  const int row = lane < place.count ? pairs[place.first + lane] / CHOICES : 0;
   bool last = false;
-  if (lane < place.count)
-    last = fetch_add_acq_rel(&rows_done[row * PANELS2 + panel], 1) == CHOICES * ROW_GROUPS - 1;
-  for (u32 left = __ballot_sync(0xFFFFFFFFu, last); left; left &= left - 1)
+  if (lane < place.count) last = fetch_add(&rows_done[row * PANELS2 + panel], 1) == CHOICES - 1;
+  u32 left = __ballot_sync(0xFFFFFFFFu, last);
+  if (left && !TAGGED) global_fence();
+  for (; left; left &= left - 1)
     sum_choices(__shfl_sync(0xFFFFFFFFu, row, __ffs(left) - 1), panel, lane, parts, out);
 }
 
 __device__ __forceinline__ void finish(Shared& shared, const Stretch& own, const Place* places, const float* pair_weights,
-                                       bf16* h, float* parts, u32* counters, float* out) {
-  const int lane = threadIdx.x % 32;
+                                       H* h, Part* parts, u32* counters, float* out) {
+  const int lane = threadIdx.x % 32, warp = (int)threadIdx.x / 32 - FIRST_FINISH_WARP;
   const int panels1 = own.end1 - own.begin1, panels2 = own.end2 - own.begin2;
-  RowGroups groups = {(int)threadIdx.x / 32 - FIRST_FINISH_WARP};
-  Sums sums;
+  int next = warp;  // counted through the block's panels of both projections
+  u32 parity = 0;
   float weights[2 * PARTS];
   int of_place = -1;
 #pragma unroll 1
-  for (; groups.panel() < panels1; groups.next += FINISH_WARPS) {
-    const int panel = own.begin1 + groups.panel();
-    const Place& place = places[panel / PANELS1];
-    if (panel / PANELS1 != of_place) {
-      of_place = panel / PANELS1;
+  for (; next < panels1 + panels2; next += FINISH_WARPS, parity ^= 1) {
+    const bool first = next < panels1;
+    const int panel = first ? own.begin1 + next : own.begin2 + next - panels1;
+    const int number = panel / (first ? PANELS1 : PANELS2), own_panel = panel % (first ? PANELS1 : PANELS2);
+    const Place& place = places[number];
+    if (first && number != of_place) {
+      of_place = number;
 #pragma unroll
-      for (int i = 0; i < 2 * PARTS; i++) {
-        const int pair = i / 2 * 8 + lane % 4 * 2 + i % 2;
-        weights[i] = pair < place.count ? pair_weights[shared.pairs[place.first + pair]] : 0.0f;
+      for (int i = 0; i < 2 * PARTS; i++)
+        weights[i] = pair_of(i, lane) < place.count ? pair_weights[shared.pairs[place.first + pair_of(i, lane)]] : 0.0f;
+    }
+    barrier_wait(&shared.computed[warp], parity);
+#pragma unroll
+    for (int row_group = 0; row_group < ROW_GROUPS; row_group += 2) {
+      Sums sums[2];
+      collect(shared, warp, row_group, lane, sums[0]);
+      collect(shared, warp, row_group + 1, lane, sums[1]);
+      if (first) {
+        finish_product(place, own_panel * 32 + row_group * 8, lane, sums, weights, h);
+      } else {
+        finish_parts(place, shared.pairs, own_panel * 64 + row_group * 16, lane, sums[0], parts);
+        finish_parts(place, shared.pairs, own_panel * 64 + row_group * 16 + 16, lane, sums[1], parts);
       }
     }
-    collect(shared, groups, lane, sums);
-    finish_product(place, panel % PANELS1, groups.row_group(), lane, sums, weights, h);
     __syncwarp();
-    if (lane == 0) add_release(&counters[&place - shared.places], 1);
-  }
-#pragma unroll 1
-  for (; groups.panel() < panels1 + panels2; groups.next += FINISH_WARPS) {
-    const int panel = own.begin2 + groups.panel() - panels1;
-    collect(shared, groups, lane, sums);
-    finish_parts(shared, places[panel / PANELS2], panel % PANELS2, groups.row_group(), lane, sums, parts,
-                 counters + MOST_PLACES, out);
+    if (lane == 0) barrier_arrive(&shared.finished[warp]);
+    if (!first) count_parts(place, shared.pairs, own_panel, lane, parts, counters + MOST_PLACES, out);
+    else if (!TAGGED && lane == 0) add_release(&counters[&place - shared.places], 1);
   }
 }
 
@@ -465,7 +540,7 @@ experts_stream(const u8* xq, const float* xs, const float* pair_weights,
 #if GROUPS > 1
                const int* __restrict__ topology,
 #endif
-               const u8* __restrict__ experts, bf16* h, float* parts, u32* counters, float* __restrict__ out,
+               const u8* __restrict__ experts, H* h, Part* parts, u32* counters, float* __restrict__ out,
                const StepHeader* __restrict__ step) {
 #ifdef DSV4C_EMULATE
   u8* const memory = emulate::dynamic_shared;
@@ -478,9 +553,10 @@ experts_stream(const u8* xq, const float* xs, const float* pair_weights,
     for (int slot = 0; slot < SLOTS; slot++)
       barrier_init(&shared.full[slot], 1), barrier_init(&shared.empty[slot], COMPUTE_WARPS);
     for (int buffer = 0; buffer < BUFFERS; buffer++)
-      barrier_init(&shared.computed[buffer], COMPUTE_WARPS), barrier_init(&shared.finished[buffer], ROW_GROUPS);
+      barrier_init(&shared.computed[buffer], COMPUTE_WARPS), barrier_init(&shared.finished[buffer], 1);
     barrier_init_fence();
   }
+  launch_dependents();
   wait_for_launch_before();
   // All at once, whatever the lists hold: one way to memory and back.
 #if GROUPS > 1
