@@ -34,6 +34,7 @@ class Encoding(enum.Enum):
     INT8_GROUP = "int8_group"
     INT4_GROUP = "int4_group"
     INT64 = "int64"
+    INT32 = "int32"  # tables that a build makes
 
 
 _E8M0 = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(255)] + [float("nan")], dtype=torch.float32)
