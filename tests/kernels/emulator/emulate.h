@@ -1,6 +1,6 @@
 // CUDA C++ as the kernels use it, for the host's compiler: a kernel's source compiled behind this header runs on the
-// CPU (block.h). What is missing here is added here; instructions without a C form have branches for DSV4C_EMULATE in
-// dsv4c/kernels/cuda/{mma,async}.cuh.
+// CPU (grid.h). What is missing here is added here; instructions without a C form have branches for DSV4C_EMULATE in
+// dsv4c/kernels/cuda/{mma,async}.cuh, those of Hopper functions in hopper_emulated.h.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "block.h"
+#include "grid.h"
 
 #define DSV4C_EMULATE 1
 
@@ -23,7 +23,8 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __grid_constant__
 #define __restrict__ __restrict
-// One block runs at a time, so that shared memory can be static; its section lets block.h poison it.
+// One block runs at a time, so that shared memory can be static; its section lets grid.h poison it, and put it aside
+// while another block runs.
 #define __shared__ static __attribute__((section("dsv4c_shared")))
 
 #define threadIdx (emulate::thread_index)
@@ -61,7 +62,7 @@ inline int __syncthreads_or(int vote, int line = __builtin_LINE()) {
   return emulate::block_barrier(vote != 0, "__syncthreads_or", line) != 0;
 }
 inline int __syncthreads_and(int vote, int line = __builtin_LINE()) {
-  return emulate::block_barrier(vote != 0, "__syncthreads_and", line) == emulate::threads.size();
+  return emulate::block_barrier(vote != 0, "__syncthreads_and", line) == emulate::running->threads.size();
 }
 inline void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
   emulate::exchange(mask, 0, "__syncwarp", line);
@@ -172,7 +173,7 @@ inline unsigned atomicInc(unsigned* place, unsigned limit) {
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
-inline void __nanosleep(unsigned) {}
+inline void __nanosleep(unsigned, int line = __builtin_LINE()) { emulate::pause("__nanosleep", line); }
 
 // Loads and stores with a cache hint.
 template <typename T> T __ldg(const T* place) { return *place; }
