@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4c"
 
 _GROUND = {"errors", "step_abi", "version", "wording"}
-_CHOICES = {"target", "recipe"}
+_CHOICES = {"target", "recipe", "routing_trace"}
 # Stages in the order of the flow; each may import those before it.
 _STAGES = ("checkpoint", "graph", "passes", "plan", "kernels", "engine")
 # Beside the compiler: one module per command that is more than a call.
@@ -32,6 +32,7 @@ _COMMANDS = {
         "perplexity",
         "planning",
         "text",
+        "topology_view",
         "verification",
         "weight_report",
     ),

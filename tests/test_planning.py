@@ -11,6 +11,7 @@ import pytest
 
 from dsv4c.checkpoint.checkpoint import WeightInfo, expected_weights, open_checkpoint
 from dsv4c.checkpoint.config import ModelConfig
+from dsv4c.checkpoint.formats import Encoding
 from dsv4c.compiler import build_engine
 from dsv4c.engine.reader import read_engine
 from dsv4c.errors import InputError, PlanError, RecipeError
@@ -20,13 +21,15 @@ from dsv4c.passes.pass_manager import PassContext, run_passes
 from dsv4c.passes.pipeline import build_pipeline
 from dsv4c.plan.execution_plan import ExecutionPlan
 from dsv4c.plan.lowering import lower_graph
+from dsv4c.planning.kernels import kernel_uses
 from dsv4c.planning.layers import ModelPlan, plan_model
 from dsv4c.planning.model_plan import PlanOptions, make_plan
 from dsv4c.planning.roofline import decode_traffic
 from dsv4c.planning.source import open_source, released_weights
 from dsv4c.planning.splits import check_ep, check_tp
 from dsv4c.planning.targets import PLAN_TARGETS, find_plan_target, plan_recipe
-from dsv4c.recipe import Numerics, Recipe, WeightsRecipe
+from dsv4c.recipe import ExpertsRecipe, Numerics, Recipe, WeightsRecipe
+from dsv4c.routing_trace import RoutingTrace
 from dsv4c.runtime.engine import Engine
 from tests.fixtures import TINY_OFFICIAL, Naming, config_of, random_weights, tiny_config_json, write_checkpoint
 from tests.header_only import RELEASED, write_config, write_header_only
@@ -101,6 +104,36 @@ def test_one_layer_a_kind_gives_the_plan_of_the_whole_model(name: str, numerics:
     weights = released_weights(expected_weights(config), config)
     recipe = Recipe.for_target("cpu", None).with_overrides(numerics=numerics)
     check_against(plan_model(config, weights, recipe), whole_plan(config, weights, recipe))
+
+
+@pytest.mark.parametrize("topology", ["striped", "pinned", "traced"])
+def test_packed_experts_and_their_topologies_are_counted_to_the_byte(topology: Any) -> None:
+    config = config_of(MIXED)
+    weights = released_weights(expected_weights(config), config)
+    counts = dict.fromkeys(range(config.num_hidden_layers), (1,) * config.n_routed_experts)
+    trace = RoutingTrace("a test", config.n_routed_experts, counts) if topology == "traced" else None
+    recipe = replace(
+        Recipe.for_target("h100", None),
+        experts=ExpertsRecipe(topology=topology, trace=trace),
+        decode_buckets=(1,),
+        mixed_buckets=(16,),
+    )
+    plan, whole = plan_model(config, weights, recipe), whole_plan(config, weights, recipe)
+    assert plan.weight_bytes == whole.weights.size_bytes
+    sizes = dict.fromkeys(Encoding, 0)
+    for total in plan.class_totals():
+        sizes[total.encoding] += total.size_bytes
+    for extent in whole.weights.extents:
+        sizes[extent.what.stored_as] -= extent.size_bytes
+    assert set(sizes.values()) == {0}
+    for mine, bucket in zip(plan.buckets, whole.buckets, strict=True):
+        assert mine.launches == len(bucket.launches)
+        assert mine.bytes_moved == sum(launch.bytes_moved for launch in bucket.launches)
+        assert mine.flops == sum(launch.flops for launch in bucket.launches)
+    (experts,) = (use for use in kernel_uses(plan) if use.kernel == "placed_experts" and "bias" in use.weights)
+    shape = f"[16, {2 * config.moe_intermediate_size}, {config.hidden_size}]"
+    assert (experts.shape, experts.format) == (shape, "fp4_group")
+    assert experts.weights == "ffn.gate.bias, ffn.experts.w1, ffn.experts.w3, ffn.experts.w2"
 
 
 def test_layers_of_another_storage_are_kinds_of_their_own() -> None:
@@ -333,7 +366,7 @@ def test_plan_is_json(small: tuple[Path, Path]) -> None:
     assert json.loads(json.dumps(plan)) == plan
     assert list(plan) == [
         "source", "model", "target", "recipe", "weights", "state", "buckets", "build", "capacity", "splits",
-        "kernels", "decode", "warnings",
+        "kernels", "experts", "decode", "warnings",
     ]  # fmt: skip
     # Nobody knows this machine's bandwidth.
     assert all(row["tokens_per_second"] is None for row in plan["decode"]["tokens_per_second"])

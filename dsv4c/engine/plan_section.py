@@ -93,6 +93,8 @@ class _PlanWriter:
             flags |= LaunchFlag.STAGE
         if call.cooperative:
             flags |= LaunchFlag.COOPERATIVE
+        if call.programmatic:
+            flags |= LaunchFlag.PROGRAMMATIC
         shared = call.shared_bytes or self.images[call.variant].shared_bytes
         return replace(
             self.record(launch, call.args, call.variant, flags, last),

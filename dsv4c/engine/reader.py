@@ -138,6 +138,23 @@ class EngineReader:
             return self.path.parent / name
         return self.path
 
+    def weight_bytes(self, offset: int, size: int) -> bytes:
+        """A few bytes of WEIGHTS as they lie, not compared with a digest: that takes a whole chunk."""
+        path, entry = self.weights_path(), self.sections[SectionType.WEIGHTS]
+        if offset < 0 or size < 0 or offset + size > entry.size:
+            raise EngineFormatError(f"{self.path}: bytes {offset} to {offset + size} are not in WEIGHTS", hint=_REBUILD)
+        try:
+            with path.open("rb") as file:
+                file.seek(entry.offset + offset)
+                data = file.read(size)
+        except OSError as error:
+            raise EngineFormatError(
+                f"cannot read {path}: {error.strerror}", hint="keep the engine and its weights file in one folder"
+            ) from None
+        if len(data) != size:
+            raise EngineFormatError(f"{path} ends within the weights", hint=_REBUILD)
+        return data
+
     def verify_sections(self) -> None:
         """Check the digest of every section but the weight chunks."""
         for kind in self.sections:

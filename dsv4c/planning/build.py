@@ -52,26 +52,39 @@ def _goldens_section_bytes(plan: ModelPlan) -> int:
 
 
 def _quantising_bytes(plan: ModelPlan) -> int:
-    """A tensor that the build quantises is decoded to float32, and three more of that size come and go."""
-    sizes = [
-        extent.size_bytes * (8 if extent.what.stored_as in (Encoding.FP4_GROUP, Encoding.INT4_GROUP) else 4)
-        for extent in plan.reduced.weights.extents
-        if isinstance(extent.what, Parameter) and extent.what.quantization
-    ]
-    return 4 * max(sizes, default=0)
+    """A tensor that the build quantises is decoded to float32, and three more of that size come and go.
+
+    Of a packed expert, what was made of its tensors waits for the last of them, and then becomes the record.
+    """
+    needs = [0]
+    for extent in plan.reduced.weights.extents:
+        if isinstance(extent.what, Parameter) and extent.what.quantization:
+            codes = extent.size_bytes // len(extent.sources)
+            decoded = codes * (8 if extent.what.stored_as in (Encoding.FP4_GROUP, Encoding.INT4_GROUP) else 4)
+            waiting = 2 * extent.size_bytes if extent.what.part == "packed" else 0
+            needs.append(4 * decoded + waiting)
+    return max(needs)
 
 
 def _golden_run_bytes(plan: ModelPlan) -> int:
-    """The largest launch of the reference run: it copies each weight, with what lies between its experts."""
+    """The largest launch of the reference run: it copies each weight, with what lies between its experts.
+
+    Matrices are decoded whole, experts one by one.
+    """
 
     def copied(ref: TensorRef) -> int:
         return sum((size - 1) * abs(step) for size, step in zip(ref.sizes, ref.strides, strict=True)) + 1
 
     return max(
         sum(
-            copied(arg) * arg.dtype.size_bytes * (1 if len(arg.sizes) > 2 else 3)
+            copied(arg) * arg.dtype.size_bytes * (1 if _is_stack(plan, arg) else 3)
             for arg in launch.args
             if isinstance(arg, TensorRef) and arg.space is Space.WEIGHT
         )
         for launch in plan.reduced.buckets[0].launches
     )
+
+
+def _is_stack(plan: ModelPlan, ref: TensorRef) -> bool:
+    what = plan.extents_by_offset[ref.offset].what
+    return isinstance(what, Parameter) and what.experts > 0

@@ -49,8 +49,13 @@ def _operand(plan: ModelPlan, launch: Launch) -> tuple[str, str, str]:
         shown = next(tensors)
         return "", _shape(shown, 1), shown.dtype.name.lower()
     ref, largest = max(read, key=lambda pair: math.prod(pair[0].sizes))
+    shape = _shape(ref, 2 if largest.stored_as in PACKED else 1)
+    if largest.part == "packed":
+        # As of the first stack before it was packed.
+        inner, _, hidden = largest.rows
+        shape = f"[{largest.experts}, {2 * inner}, {hidden}]"
     names = [_leaf(source) for _, what in read for source in what.sources]
-    return ", ".join(names), _shape(ref, 2 if largest.stored_as in PACKED else 1), largest.stored_as.value
+    return ", ".join(names), shape, largest.stored_as.value
 
 
 def _shape(ref: TensorRef, packed: int) -> str:

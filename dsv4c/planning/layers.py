@@ -17,7 +17,7 @@ from dsv4c.checkpoint.config import ModelConfig
 from dsv4c.checkpoint.formats import Encoding
 from dsv4c.checkpoint.tensor_classes import EXPERT, TensorClass, tensor_class
 from dsv4c.engine import format
-from dsv4c.graph.annotations import Constant, Parameter, PlannedPlane, StateLayout
+from dsv4c.graph.annotations import Constant, PlannedPlane, StateLayout
 from dsv4c.graph.builder import build_graph
 from dsv4c.kernels.assign import assign_kernels, plan_variants
 from dsv4c.kernels.registry import KERNELS
@@ -100,11 +100,11 @@ class ModelPlan:
         tensors: Counter[tuple[TensorClass | None, Encoding]] = Counter()
         sizes: Counter[tuple[TensorClass | None, Encoding]] = Counter()
         for extent in self.reduced.weights.extents:
-            constant = isinstance(extent.what, Constant)
-            key = (None, Encoding.F32) if constant else (tensor_class(extent.source), _encoding(extent))
+            kind = None if isinstance(extent.what, Constant) else tensor_class(extent.source)
+            key = kind, extent.what.stored_as
             times = self.count(extent_layer(extent))
             sizes[key] += times * extent.size_bytes
-            tensors[key] += times * (isinstance(extent.what, Constant) or extent.what.part != "scales")
+            tensors[key] += times * extent.tensors
         order = {kind: index for index, kind in enumerate([*TensorClass, None])}
         return [
             ClassTotal(kind, encoding, tensors[kind, encoding], sizes[kind, encoding])
@@ -200,13 +200,14 @@ def plane_bytes(plane: PlannedPlane, slots: int, blocks: int) -> int:
     return _align(plane.unit_bytes * (slots if plane.kind is StateKind.SLOT else blocks), ALIGNMENT)
 
 
-def _encoding(extent: Extent) -> Encoding:
-    assert isinstance(extent.what, Parameter)
-    return extent.what.stored_as
+def _is_shared(extent: Extent) -> bool:
+    return isinstance(extent.what, Constant) and extent.what.layer is None
 
 
 def extent_layer(extent: Extent) -> int | None:
     """The layer of a weight; None outside the layers."""
+    if isinstance(extent.what, Constant):
+        return extent.what.layer
     match = LAYER_NAME.fullmatch(extent.source)
     return int(match[1]) if match else None
 
@@ -214,8 +215,8 @@ def extent_layer(extent: Extent) -> int | None:
 def layout_bytes(extents: Sequence[Extent], groups: Sequence[Sequence[int]]) -> int:
     """Size of the WEIGHTS section when the layers of a reduced model are laid out as often as they occur.
 
-    The same rules as `plan/weight_layout.py`: weights on 64 bytes, experts on pages. A constant lies with the first
-    layer that uses it and nowhere else.
+    The same rules as `plan/weight_layout.py`: weights on 64 bytes, experts on pages. A constant that is no layer's own
+    lies with the first one that uses it and nowhere else.
     """
     head: list[Extent] = []
     by_layer: list[list[Extent]] = [[] for _ in groups]
@@ -223,7 +224,7 @@ def layout_bytes(extents: Sequence[Extent], groups: Sequence[Sequence[int]]) -> 
     current: int | None = None
     for extent in extents:
         layer = extent_layer(extent)
-        if isinstance(extent.what, Constant):
+        if _is_shared(extent):
             layer = current
         if layer is not None:
             current = layer
@@ -245,7 +246,7 @@ def _laid_out(offset: int, extents: Sequence[Extent], constants: bool) -> int:
     end: int | None = None  # of the extent before, where it lies in the reduced model
     was_expert = False
     for extent in extents:
-        if isinstance(extent.what, Constant) and not constants:
+        if _is_shared(extent) and not constants:
             end = None
             continue
         expert = EXPERT.fullmatch(extent.source) is not None

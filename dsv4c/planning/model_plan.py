@@ -17,6 +17,7 @@ from dsv4c.planning.capacity import Capacity, Fit, default_context, stored_bytes
 from dsv4c.planning.kernels import kernel_uses
 from dsv4c.planning.layers import ModelPlan, plan_model
 from dsv4c.planning.roofline import DecodeTraffic, decode_traffic
+from dsv4c.planning.routed_experts import expert_budgets
 from dsv4c.planning.source import PlanSource
 from dsv4c.planning.splits import EP_SIZES, TP_SIZES, SplitCheck, check_ep, check_tp
 from dsv4c.planning.targets import PlanTarget
@@ -66,6 +67,7 @@ def make_plan(source: PlanSource, target: PlanTarget, recipe: Recipe, options: P
         "capacity": _capacity(capacity, fit, options, context, serving),
         "splits": _splits(plan, capacity, options, context),
         "kernels": [asdict(use) for use in kernel_uses(plan)],
+        "experts": expert_budgets(plan, recipe, target),
         "decode": _decode(decode_traffic(plan), capacity, options, context, serving or split),
         "warnings": source.warnings,
     }

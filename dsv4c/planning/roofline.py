@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dsv4c.graph.annotations import Parameter
-from dsv4c.plan.cost import distinct_experts, tensor_bytes
+from dsv4c.plan.cost import tensor_bytes
 from dsv4c.plan.execution_plan import Launch, TensorRef
+from dsv4c.planning.expert_budget import RoutedExperts
 from dsv4c.planning.layers import ModelPlan
+from dsv4c.planning.routed_experts import expert_stacks, routed_experts
 from dsv4c.planning.splits import Share, share_of
 from dsv4c.step_abi import Space
 
@@ -42,21 +44,11 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The routed experts of `count` layers: bytes of all of them."""
-
-    count: int
-    size_bytes: int
-    experts: int
-    per_token: int
-
-
-@dataclass(frozen=True)
 class DecodeTraffic:
     """A decode step. Bytes of weights read once a step, by how they are split; the rest a sequence."""
 
     fixed_bytes: dict[Share, int]
-    experts: tuple[Experts, ...]
+    experts: tuple[RoutedExperts, ...]
     row_bytes: int
     row_flops: int
     scans: tuple[Scan, ...]
@@ -64,10 +56,7 @@ class DecodeTraffic:
     def weight_bytes(self, slots: int, tp: int = 1, ep: int = 1) -> float:
         """Weights that one device reads in a step of `slots` sequences over all tp x ep devices."""
         fixed = sum(size / (tp if share is Share.TENSOR else 1) for share, size in self.fixed_bytes.items())
-        hit = sum(
-            layer.count * layer.size_bytes * distinct_experts(layer.experts, slots, layer.per_token) / layer.experts
-            for layer in self.experts
-        )
+        hit = sum(layer.count * layer.hit_bytes(slots) for layer in self.experts)
         return fixed + hit / (tp * ep)
 
     def state_bytes(self, context: int) -> int:
@@ -96,27 +85,20 @@ def decode_traffic(plan: ModelPlan) -> DecodeTraffic:
     """The terms of a decode step, from the launches of the smallest bucket."""
     bucket = plan.reduced.buckets[0]
     fixed: dict[Share, int] = dict.fromkeys(Share, 0)
-    experts: list[Experts] = []
+    experts: list[RoutedExperts] = []
     scans: list[Scan] = []
     row_bytes = row_flops = 0
     for launch in bucket.launches:
         count = plan.count(launch.layer)
-        weights = _weights(launch)
         moved, flops = launch.bytes_moved, launch.flops
-        if launch.kernel == "moe_ffn":
-            stacks = sum(map(tensor_bytes, weights))
-            ids = launch.args[1]
-            assert isinstance(ids, TensorRef)
-            per_token = ids.sizes[1]
-            experts.append(Experts(count, stacks, weights[0].sizes[0], per_token))
-            moved -= round(
-                distinct_experts(weights[0].sizes[0], bucket.tokens, per_token) / weights[0].sizes[0] * stacks
-            )
-        elif launch.kernel not in _GATHERS:
-            for ref in weights:
-                for share, size in _shares(plan, ref):
-                    fixed[share] += count * size
-                moved -= tensor_bytes(ref)
+        routed = routed_experts(launch, count)
+        if routed is not None:
+            experts.append(routed)
+            moved -= round(routed.hit_bytes(bucket.tokens))
+        for ref in _read_once(launch):
+            for share, size in _shares(plan, ref):
+                fixed[share] += count * size
+            moved -= tensor_bytes(ref)
         found = _scans(launch, count)
         for scan in found:
             # What the plan counts at the bucket's capacity is counted by context instead.
@@ -134,8 +116,13 @@ def decode_traffic(plan: ModelPlan) -> DecodeTraffic:
     return DecodeTraffic(fixed, tuple(experts), row_bytes // rows, row_flops // rows, tuple(scans))
 
 
-def _weights(launch: Launch) -> list[TensorRef]:
-    return [arg for arg in launch.args if isinstance(arg, TensorRef) and arg.space is Space.WEIGHT]
+def _read_once(launch: Launch) -> list[TensorRef]:
+    """The weights that a step reads whole: neither experts nor tables that are read by rows."""
+    if launch.kernel in _GATHERS:
+        return []
+    by_need = [*expert_stacks(launch), *(launch.args[3:4] if launch.kernel == "placed_experts" else ())]
+    weights = (arg for arg in launch.args if isinstance(arg, TensorRef) and arg.space is Space.WEIGHT)
+    return [ref for ref in weights if ref not in by_need]
 
 
 def _shares(plan: ModelPlan, ref: TensorRef) -> Iterator[tuple[Share, int]]:

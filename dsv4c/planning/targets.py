@@ -22,7 +22,7 @@ class PlanTarget:
 
     `memory_bytes` and `bandwidth` (bytes a second) are the vendor's decimal figures; `measured_bandwidth` is what a
     read of weights reached. `flops` is the dense bf16 (Orin: fp16) tensor rate. `reserved_bytes` is what driver,
-    context and, where memory is shared with it, the system keep.
+    context and, where memory is shared with it, the system keep. `l2_bytes` is what the driver reports of the cache.
     """
 
     name: str
@@ -35,6 +35,7 @@ class PlanTarget:
     flops: float | None
     sm_count: int
     can_build: bool
+    l2_bytes: int | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -50,10 +51,20 @@ class PlanTarget:
 PLAN_TARGETS: dict[str, PlanTarget] = {
     "cpu": PlanTarget("cpu", "this machine", "cpu", 0, 0, None, None, None, 0, True),
     "h100": PlanTarget(
-        "h100", "H100 SXM 80 GB", "sm_90a", 80_000_000_000, 500_000_000, 3350 * GB, None, 989.5e12, 132, True
+        "h100", "H100 SXM 80 GB", "sm_90a", 80_000_000_000, 500_000_000, 3350 * GB, None, 989.5e12, 132, True, 50 << 20
     ),
     "h200": PlanTarget(
-        "h200", "H200 SXM 141 GB", "sm_90a", 141_000_000_000, 500_000_000, 4800 * GB, 4586 * GB, 989.5e12, 132, True
+        "h200",
+        "H200 SXM 141 GB",
+        "sm_90a",
+        141_000_000_000,
+        500_000_000,
+        4800 * GB,
+        4586 * GB,
+        989.5e12,
+        132,
+        True,
+        60 << 20,
     ),
     "orin": PlanTarget(
         "orin", "Jetson AGX Orin 64 GB", "sm_87", 64_000_000_000, 3_000_000_000, 204.8 * GB, None, 42.5e12, 16, False
@@ -146,4 +157,4 @@ def plan_recipe(target: PlanTarget, path: Path | None) -> Recipe:
         return Recipe(target=as_target, numerics="reference", kv="fp8", index_keys="fp4")
     bundled = recipes_folder() / (path.name if path.suffix == ".toml" else f"{path.name}.toml")
     chosen = bundled if not path.exists() and path.parent == Path() and bundled.is_file() else path
-    return replace(load_recipe(chosen), target=as_target)
+    return replace(load_recipe(chosen), target=as_target, experts=None)

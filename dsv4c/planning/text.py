@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dsv4c.planning.expert_budget import l2_text
 from dsv4c.planning.tables import Section, context_text, size_text
 from dsv4c.wording import counted
 
@@ -11,7 +12,8 @@ _SHOWN_REASONS = 2
 
 def plan_sections(plan: dict[str, Any]) -> list[Section]:
     """Every table of a plan, in order."""
-    return [_weights(plan), _state(plan), _capacity(plan), _splits(plan), _decode(plan), _kernels(plan), _buckets(plan)]
+    sections = [_weights(plan), _state(plan), _capacity(plan), _splits(plan), _decode(plan), _kernels(plan)]
+    return [*sections, *([_experts(plan)] if plan["experts"]["l2_bytes"] else []), _buckets(plan)]
 
 
 def _section(
@@ -240,6 +242,30 @@ def _kernels(plan: dict[str, Any]) -> Section:
     ]
     title = "Kernels of a step" + ("" if plan["target"]["can_build"] else " (operators; no code for this target yet)")
     return _section(title, ("operator", "weights", "shape", "format", "launches"), rows, 4)
+
+
+def _experts(plan: dict[str, Any]) -> Section:
+    """Weights against the L2 cache; the kernels in the caption."""
+    experts = plan["experts"]
+    l2 = experts["l2_bytes"]
+    sizes = [
+        ("one expert", experts["one_bytes"]),
+        *(
+            (f"hit in a layer by {counted(hit['tokens'], 'token')}: {hit['experts']:.1f}", hit["size_bytes"])
+            for hit in experts["hits"]
+        ),
+        (f"the {experts['experts']} of a layer", experts["layer_bytes"]),
+        (f"all of {counted(experts['layers'], 'layer')}", experts["total_bytes"]),
+    ]
+    rows = [(what, size_text(size), f"{size / l2:,.2f}") for what, size in sizes]
+    caption = [f"the L2 cache is {l2_text(l2)}; experts as uniform choices hit them", *experts["notes"]]
+    caption += [
+        f"{kernel['kernel']}: a block of {kernel['threads']} threads asks for {kernel['shared_bytes']:,} of "
+        f"{kernel['most_shared_bytes']:,} bytes of shared memory; with {kernel['registers_of_sm']:,} registers an SM a "
+        f"thread can have {kernel['most_registers']}"
+        for kernel in experts["kernels"]
+    ]
+    return _section("Routed experts against the L2 cache", ("experts", "weights", "of L2"), rows, 1, caption)
 
 
 def _buckets(plan: dict[str, Any]) -> Section:

@@ -33,6 +33,12 @@ def test_engine(tiny_engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sections == sorted(sections, key=lambda section: section["offset"])
 
 
+def test_engine_without_topology(tiny_engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", str(tiny_engine), "--topology"]) == 12
+    assert "an engine for cpu, which has no SMs to place experts on" in capsys.readouterr().err
+
+
 def test_path_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "absent")]) == 12
     assert "there is no " in capsys.readouterr().err

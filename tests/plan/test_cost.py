@@ -55,6 +55,23 @@ def test_moe_ffn_reads_the_experts_that_are_hit() -> None:
     assert launch_cost("moe_ffn", args(500), [ref(500, 32)])[0] == experts + 500 * (128 + 8 + 8 + 128)
 
 
+def test_placed_experts_read_what_is_hit_and_the_rows_of_the_table() -> None:
+    def args(tokens: int, hashed: bool) -> list[Arg]:
+        table, ids = ref(1000, 2, dtype=DType.I64), ref(tokens, dtype=DType.I32)
+        routing: list[Arg] = [None, table, ids] if hashed else [ref(10), None, None]
+        packed, topology = ref(10, 5000, dtype=DType.F4E2M1X2, strides=(8192, 1)), ref(2, 30, dtype=DType.I32)
+        x = ref(tokens, 256, dtype=DType.BF16)
+        return [x, ref(tokens, 10), *routing, packed, topology, 128, 2, 1.5, 10.0, 4]
+
+    each = 512 + 40 + 1024
+    assert launch_cost("placed_experts", args(1, False), [ref(1, 256)]) == (
+        2 * 5000 + each + 40 + 240,
+        2 * 1 * 2 * 3 * 128 * 256,
+    )
+    moved, _ = launch_cost("placed_experts", args(500, True), [ref(500, 256)])
+    assert moved == 10 * 5000 + 500 * (each + 4 + 2 * 8) + 240
+
+
 def test_attention_reads_the_window_and_the_selection() -> None:
     ring = ref(0, 28, 48, dtype=DType.U8, space=Space.STATE)
     rows, inputs = 2, [ref(2, dtype=DType.I32, space=Space.INPUT)] * 2 + [ref(0, 0, dtype=DType.I32)]

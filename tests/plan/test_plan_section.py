@@ -153,7 +153,7 @@ def test_kernel_calls_become_launches_of_their_own() -> None:
     (out,) = called.outputs
     calls = (
         KernelCall(first, (3, 2, 1), 64, (out,), shared_bytes=512),
-        KernelCall(second, (1, 1, 1), 128, (out, out), cooperative=True, cluster=2),
+        KernelCall(second, (1, 1, 1), 128, (out, out), cooperative=True, cluster=2, programmatic=True),
     )
     launch = replace(called, flags=LaunchFlag.HEAD, calls=calls)
     bucket = replace(bucket, launches=(launch,), sm_count=114)
@@ -170,7 +170,7 @@ def test_kernel_calls_become_launches_of_their_own() -> None:
     assert (found.launch_count, found.sm_count) == (2, 114)
     stage, last = section.table(records.Launch, "launches")
     assert LaunchFlag(stage.flags) == LaunchFlag.HEAD | LaunchFlag.STAGE
-    assert LaunchFlag(last.flags) == LaunchFlag.HEAD | LaunchFlag.COOPERATIVE
+    assert LaunchFlag(last.flags) == LaunchFlag.HEAD | LaunchFlag.COOPERATIVE | LaunchFlag.PROGRAMMATIC
     assert (stage.grid_x, stage.grid_y, stage.grid_z, stage.block_x, stage.block_y) == (3, 2, 1, 64, 1)
     assert (stage.shared_bytes, last.shared_bytes, stage.cluster, last.cluster) == (512, 64, 1, 2)
     assert (stage.arg_count, stage.output_count, last.arg_count, last.output_count) == (1, 0, 2, 1)
