@@ -23,10 +23,12 @@ from dsv4c.kernels.assign import assign_kernels
 from dsv4c.passes.pass_manager import PassContext, run_passes
 from dsv4c.passes.pipeline import build_pipeline
 from dsv4c.plan.execution_plan import BucketPlan, ExecutionPlan
+from dsv4c.plan.expert_facts import expert_facts
 from dsv4c.plan.lowering import lower_graph
 from dsv4c.plan.printer import format_plan
 from dsv4c.plan.reference_run import extent_bytes
 from dsv4c.planning.capacity import Fit, build_fit, check_memory, require_fit
+from dsv4c.planning.routed_experts import engine_experts, l2_notes
 from dsv4c.planning.targets import find_plan_target
 from dsv4c.recipe import Recipe
 from dsv4c.text import TOKENIZER_FILE
@@ -119,6 +121,7 @@ def build_engine(
     fit = build_fit(plan, target)
     if not force:
         require_fit(fit, target, str(checkpoint_path))
+    notes = l2_notes(engine_experts(plan), recipe, target)
     if dump_dir is not None:
         (dump_dir / "plan.txt").write_text(format_plan(plan))
     check_space(output, plan.weights.size_bytes)
@@ -126,7 +129,7 @@ def build_engine(
     if dump_dir is not None:
         _dump_kernels(dump_dir / "kernels", code)
     scan = scan_checkpoint(checkpoint, check_values=check_values, progress=_stage(progress, "reading the checkpoint"))
-    warnings = checkpoint.warnings + code.warnings + scan.warnings
+    warnings = notes + checkpoint.warnings + code.warnings + scan.warnings
     if TOKENIZER_FILE not in checkpoint.tokenizer_texts():
         warnings.append(f"no {TOKENIZER_FILE} in {checkpoint_path}: the engine takes token ids only (run --ids)")
     recorded = None
@@ -194,7 +197,7 @@ def weight_blocks(
     progress: Callable[[int, int], None] | None = None,
     measure: Measure | None = None,
 ) -> Iterator[memoryview]:
-    """The bytes of the WEIGHTS section in order, one source tensor at a time, its pages dropped after use."""
+    """The bytes of the WEIGHTS section in order, a tensor or a packed expert at a time, its pages dropped after use."""
     weights = WeightReader(checkpoint, measure)
     written = 0
     for number, extent in enumerate(plan.weights.extents):
@@ -203,8 +206,8 @@ def weight_blocks(
         data = extent_bytes(weights, extent)
         assert data.numel() == extent.size_bytes, extent
         yield memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs know no Buffer
-        if extent.source:
-            checkpoint.release(extent.source)
+        for source in extent.sources:
+            checkpoint.release(source)
         written = extent.offset + extent.size_bytes
         if progress is not None:
             progress(number + 1, len(plan.weights.extents))
@@ -247,6 +250,7 @@ def _manifest(
         },
         "passes": [run.__name__ for run in build_pipeline()],
         "kernels": list(plan.kernels),
+        "experts": expert_facts(plan, recipe),
         "machine_code": code.facts,
         "buckets": [
             {

@@ -1,7 +1,7 @@
 """Recipes: the choices of a build, read from a TOML file into frozen, validated fields.
 
-The keys of the file are the fields of `Recipe` (and of `WeightsRecipe` in the table `[weights]`), so what a recipe can
-say is what these classes say. A key that is left out has the default written here.
+The keys of the file are the fields of `Recipe` (of `WeightsRecipe` in the table `[weights]`, of `ExpertsRecipe` in
+`[experts]`), so what a recipe can say is what these classes say. A key that is left out has the default written here.
 """
 
 import difflib
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from dsv4c.errors import RecipeError
-from dsv4c.target import Target, find_target
+from dsv4c.routing_trace import RoutingTrace, read_trace
+from dsv4c.target import Feature, Target, find_target
 
 Numerics = Literal["exact", "reference"]
 ExpertEncoding = Literal["stored", "fp8", "fp4", "int8", "int4"]
@@ -20,11 +21,16 @@ DenseEncoding = Literal["stored", "fp8", "int8", "int4"]
 Rounding = Literal["nearest", "search"]
 KvEncoding = Literal["f32", "fp8"]
 IndexKeyEncoding = Literal["f32", "fp4", "fp8"]
+ExpertLayout = Literal["packed", "checkpoint"]
+ExpertTopology = Literal["striped", "pinned", "traced"]
+L2Resident = Literal["none", "experts"]
 
 # Inputs that may share a scale in INT8 and INT4 weights.
 GROUPS = (32, 64, 128)
 # Rows of a step that a bucket may hold; beyond it the arena outgrows what a step gains.
 MAX_BUCKET_TOKENS = 16384
+# More SMs than any card has.
+MAX_GROUP_SMS = 256
 # How each setting of `numerics` keeps the KV cache and the index keys unless the recipe says otherwise.
 _STATE_DEFAULTS: Mapping[Numerics, tuple[KvEncoding, IndexKeyEncoding]] = {
     "exact": ("f32", "f32"),
@@ -57,6 +63,47 @@ class WeightsRecipe:
 
 
 @dataclass(frozen=True)
+class ExpertsRecipe:
+    """How the routed experts run on a target with CUDA kernels.
+
+    `trace` is read from the file that the recipe names; the manifest has its digest.
+    """
+
+    # packed: one launch over reordered weights; checkpoint: several launches over weights as the checkpoint has them.
+    layout: ExpertLayout = "packed"
+    # Which SMs compute which expert (dsv4c/graph/topology.py).
+    topology: ExpertTopology = "striped"
+    group_sms: int = 4
+    trace: RoutingTrace | None = None
+    l2_resident: L2Resident = "none"
+    # Count how often each expert is chosen, for a trace; `place_experts` refuses it until there is state for counts.
+    routing_counts: bool = False
+
+    def __post_init__(self) -> None:
+        _require_choice("experts.layout", self.layout, get_args(ExpertLayout))
+        _require_choice("experts.topology", self.topology, get_args(ExpertTopology))
+        _require_integer("experts.group_sms", self.group_sms, 1, MAX_GROUP_SMS)
+        _require_choice("experts.l2_resident", self.l2_resident, get_args(L2Resident))
+        if not isinstance(self.routing_counts, bool):
+            raise RecipeError(f"`experts.routing_counts` is {self.routing_counts!r}", hint="give true or false")
+        if self.layout == "checkpoint" and (self.topology != "striped" or self.routing_counts):
+            asked = "routing_counts = true" if self.topology == "striped" else f'topology = "{self.topology}"'
+            raise RecipeError(
+                f'`experts` has `layout = "checkpoint"` and `{asked}`', hint='that needs `layout = "packed"`'
+            )
+        if self.topology == "traced" and self.trace is None:
+            raise RecipeError(
+                '`experts.topology` is "traced" without a trace',
+                hint="name the file in `experts.trace`, or use another",
+            )
+        if self.topology != "traced" and self.trace is not None:
+            raise RecipeError(
+                f'`experts.trace` is given, `experts.topology` is "{self.topology}"',
+                hint='only "traced" reads a trace: leave `experts.trace` empty',
+            )
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides a build besides the checkpoint; part of the engine's manifest."""
 
@@ -64,6 +111,8 @@ class Recipe:
     # exact: fp32 activations and state; reference: the quantisation that the model was trained with.
     numerics: Numerics = "exact"
     weights: WeightsRecipe = field(default_factory=WeightsRecipe)
+    # None where the target has no CUDA kernels; elsewhere left out means the defaults.
+    experts: ExpertsRecipe | None = None
     kv: KvEncoding = "f32"
     index_keys: IndexKeyEncoding = "f32"
     # Rows of a step, one bucket each: `decode` has at most one row a sequence, `mixed` any.
@@ -76,6 +125,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _require_choice("numerics", self.numerics, get_args(Numerics))
+        if Feature.CUDA in self.target.features:
+            object.__setattr__(self, "experts", self.experts or ExpertsRecipe())
+        elif self.experts is not None:
+            raise RecipeError(
+                f"`experts` is a table for targets with CUDA kernels; target {self.target.name!r} has none",
+                hint="leave the table out; how weights are stored is said in `[weights]`",
+            )
         _require_choice("kv", self.kv, get_args(KvEncoding))
         _require_choice("index_keys", self.index_keys, get_args(IndexKeyEncoding))
         if self.numerics == "exact":
@@ -114,7 +170,10 @@ class Recipe:
 
     def to_dict(self) -> dict[str, object]:
         """The recipe as the manifest has it: the keys of the TOML file, every one written out."""
-        return {**{key.name: _plain(getattr(self, key.name)) for key in fields(self)}, "target": self.target.name}
+        values = {key.name: _plain(getattr(self, key.name)) for key in fields(self)}
+        if self.experts is None:
+            del values["experts"]
+        return {**values, "target": self.target.name}
 
 
 def recipes_folder() -> Path:
@@ -149,7 +208,7 @@ def load_recipe(path: Path) -> Recipe:
             f"cannot read recipe {path}: {error.strerror}", hint="check the path and its permissions"
         ) from None
     try:
-        return parse_recipe(tomllib.loads(text))
+        return parse_recipe(tomllib.loads(text), path.parent)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(
             f"{path} is not TOML: {error}",
@@ -159,8 +218,8 @@ def load_recipe(path: Path) -> Recipe:
         raise RecipeError(f"{path}: {error.message}", hint=error.hint) from None
 
 
-def parse_recipe(table: Mapping[str, object]) -> Recipe:
-    """A parsed TOML file -> `Recipe`."""
+def parse_recipe(table: Mapping[str, object], folder: Path = Path()) -> Recipe:
+    """A parsed TOML file -> `Recipe`. Files that it names are found from `folder`."""
     known = [key.name for key in fields(Recipe)]
     _refuse_unknown(table, known, "")
     values = dict(table)
@@ -177,6 +236,8 @@ def parse_recipe(table: Mapping[str, object]) -> Recipe:
             values[key] = tuple(sizes)
     if "weights" in values:
         values["weights"] = _parse_weights(values["weights"])
+    if "experts" in values:
+        values["experts"] = _parse_experts(values["experts"], folder)
     # The types are those of the file until `__post_init__` has checked every field.
     return Recipe(target=find_target(name), **values)  # type: ignore[arg-type]
 
@@ -186,6 +247,16 @@ def _parse_weights(table: object) -> WeightsRecipe:
         raise RecipeError("`weights` is not a table", hint='write `[weights]`, then `experts = "stored"`')
     _refuse_unknown(table, [key.name for key in fields(WeightsRecipe)], "weights.")
     return WeightsRecipe(**table)
+
+
+def _parse_experts(table: object, folder: Path) -> ExpertsRecipe:
+    if not isinstance(table, dict):
+        raise RecipeError("`experts` is not a table", hint='write `[experts]`, then `layout = "packed"`')
+    _refuse_unknown(table, [key.name for key in fields(ExpertsRecipe)], "experts.")
+    name = table.get("trace", "")
+    if not isinstance(name, str):
+        raise RecipeError(f"`experts.trace` is {name!r}", hint="give the path of a file, or an empty text for none")
+    return ExpertsRecipe(**{**table, "trace": read_trace(folder / name) if name else None})
 
 
 def _refuse_unknown(table: Mapping[str, object], known: Collection[str], prefix: str) -> None:
@@ -236,6 +307,10 @@ def _require_buckets(key: str, sizes: object) -> None:
 def _plain(value: object) -> object:
     if isinstance(value, WeightsRecipe):
         return asdict(value)
+    if isinstance(value, ExpertsRecipe):
+        chosen = {key.name: getattr(value, key.name) for key in fields(value)}
+        # The digest of a trace stands for its file, whose path is this machine's.
+        return {**chosen, "trace": value.trace.digest if value.trace else ""}
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -72,7 +72,7 @@ def weight_totals(plan: ExecutionPlan, errors: ErrorMeter) -> list[WeightTotal]:
     for extent in plan.weights.extents:
         key = _extent_key(extent)
         sizes[key] += extent.size_bytes
-        tensors[key] += isinstance(extent.what, Constant) or extent.what.part != "scales"
+        tensors[key] += extent.tensors
     order = {kind: index for index, kind in enumerate([*TensorClass, None])}
     return [
         WeightTotal(
@@ -90,5 +90,5 @@ def weight_totals(plan: ExecutionPlan, errors: ErrorMeter) -> list[WeightTotal]:
 
 def _extent_key(extent: Extent) -> _Key:
     if isinstance(extent.what, Constant):
-        return None, Encoding.F32, None
+        return None, extent.what.stored_as, None
     return _key(extent.source, extent.what)

@@ -134,6 +134,6 @@ def test_opening_where_there_is_no_driver(built: tuple[Path, BuildReport]) -> No
 def test_inspect_lists_the_kernels(built: tuple[Path, BuildReport], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(built[0])]) == 0
     out = capsys.readouterr().out
-    assert "on 132 SMs" in out and "moe_ffn" in out and "registers" in out
+    assert "on 132 SMs" in out and "placed_experts" in out and "registers" in out
     assert main(["inspect", str(built[0]), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["manifest"]["machine_code"]

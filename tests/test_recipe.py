@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dsv4c.errors import RecipeError
-from dsv4c.recipe import Recipe, load_recipe, parse_recipe, recipes_folder
+from dsv4c.recipe import ExpertsRecipe, Recipe, load_recipe, parse_recipe, recipes_folder
 from dsv4c.target import TARGETS
 
 CPU: dict[str, Any] = {"target": "cpu"}
@@ -52,6 +52,69 @@ def test_every_recipe_loads_and_names_every_key(path: Path) -> None:
 def test_dict_for_the_manifest_reads_back() -> None:
     recipe = Recipe.for_target("cpu", None)
     assert parse_recipe(recipe.to_dict()) == recipe
+
+
+def test_h100_recipe_writes_out_the_defaults() -> None:
+    written = Recipe.for_target("h100", None)
+    assert written.experts == ExpertsRecipe() == parse_recipe({"target": "h100"}).experts
+    text = (recipes_folder() / "h100.toml").read_text(encoding="utf-8")
+    table = text[text.index("[experts]") :]
+    assert [key.name for key in fields(ExpertsRecipe) if f"\n{key.name} = " not in table] == []
+    assert parse_recipe(written.to_dict()) == written
+
+
+def test_targets_without_cuda_have_no_experts_table() -> None:
+    assert "experts" not in Recipe.for_target("cpu", None).to_dict()
+    with pytest.raises(RecipeError, match="`experts` is a table for targets with CUDA kernels; target 'cpu' has none"):
+        parse_recipe(CPU | {"experts": {"layout": "packed"}})
+
+
+def test_a_trace_is_found_from_the_recipe_and_its_path_is_in_no_manifest(tmp_path: Path) -> None:
+    (tmp_path / "counts.json").write_text('{"experts": 2, "layers": {"0": [3, 1]}}', encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text('target = "h100"\n[experts]\ntopology = "traced"\ntrace = "counts.json"', encoding="utf-8")
+    recipe = load_recipe(path)
+    assert recipe.experts is not None and recipe.experts.trace is not None
+    assert recipe.experts.trace.counts(0, 2) == (3, 1)
+    assert recipe.to_dict()["experts"] == {
+        "layout": "packed",
+        "topology": "traced",
+        "group_sms": 4,
+        "trace": recipe.experts.trace.digest,
+        "l2_resident": "none",
+        "routing_counts": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("table", "message", "hint"),
+    [
+        ("packed", "`experts` is not a table", "[experts]"),
+        ({"layot": "packed"}, "unknown key `experts.layot`", "did you mean `experts.layout`?"),
+        ({"layout": "tiled"}, "`experts.layout` is 'tiled'", '"packed", "checkpoint"'),
+        ({"topology": "ring"}, "`experts.topology` is 'ring'", '"striped", "pinned", "traced"'),
+        ({"group_sms": 0}, "`experts.group_sms` is 0", "from 1 to 256"),
+        ({"group_sms": True}, "`experts.group_sms` is True", "whole number"),
+        ({"l2_resident": "all"}, "`experts.l2_resident` is 'all'", '"none", "experts"'),
+        ({"routing_counts": 1}, "`experts.routing_counts` is 1", "true or false"),
+        ({"trace": 7}, "`experts.trace` is 7", "path"),
+        ({"topology": "traced"}, '`experts.topology` is "traced" without a trace', "experts.trace"),
+        ({"topology": "traced", "trace": "absent.json"}, "cannot read the routing trace absent.json", "trace"),
+        ({"layout": "checkpoint", "topology": "pinned"}, 'and `topology = "pinned"`', "packed"),
+        ({"layout": "checkpoint", "routing_counts": True}, "and `routing_counts = true`", "packed"),
+    ],
+)
+def test_wrong_value_of_the_experts_table_is_named(table: Any, message: str, hint: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        parse_recipe({"target": "h100", "experts": table})
+    assert message in raised.value.message
+    assert raised.value.hint is not None and hint in raised.value.hint
+
+
+def test_a_trace_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "counts.json").write_text('{"experts": 2, "layers": {"0": [3, 1]}}', encoding="utf-8")
+    with pytest.raises(RecipeError, match=r'`experts.topology` is "striped"'):
+        parse_recipe({"target": "h100", "experts": {"trace": "counts.json"}}, tmp_path)
 
 
 @pytest.mark.parametrize(

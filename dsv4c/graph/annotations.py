@@ -15,7 +15,7 @@ from dsv4c.checkpoint.quantization import Quantization
 from dsv4c.step_abi import Input, LaunchFlag, StateKind
 
 Numerics = Literal["exact", "reference"]
-Part = Literal["values", "codes", "scales"]
+Part = Literal["values", "codes", "scales", "packed"]
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Parameter:
 
     `sources` are official names, concatenated along the rows; with `experts` > 0 they hold an `{expert}` field and the
     parameter stacks that many. `part` is "values" while the graph computes with decoded numbers, "codes" and "scales"
-    once `quantize_weights` has decided the storage. `encoding` is that of the checkpoint, `quantization` what the build
-    makes of it. `block` is the scale block of the codes in the engine; the rows of it may be fewer than in the source,
-    where a merged matrix needs scales that do not straddle two sources.
+    once `quantize_weights` has decided the storage. "packed" is a stack of records, one an expert, of its sources w1,
+    w3 and w2 with their scales (`checkpoint/expert_packing.py`). `encoding` is that of the checkpoint, `quantization`
+    what the build makes of it. `block` is the scale block of the codes in the engine; the rows of it may be fewer than
+    in the source, where a merged matrix needs scales that do not straddle two sources.
     """
 
     sources: tuple[str, ...]
@@ -53,9 +54,18 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Constant:
-    """A small table the graph computes with (rotary frequencies), stored among the weights as float32."""
+    """A small table the graph computes with, stored among the weights: rotary frequencies, expert topologies (int32).
 
-    values: tuple[float, ...]
+    `layer` where it is that of one layer; others lie once, with the first layer that uses them.
+    """
+
+    values: tuple[float, ...] | tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    layer: int | None = None
+
+    @property
+    def stored_as(self) -> Encoding:
+        return Encoding.F32 if self.dtype == torch.float32 else Encoding.INT32
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from dsv4c.checkpoint.checkpoint import WeightInfo
 from dsv4c.checkpoint.config import LayerKind, ModelConfig
 from dsv4c.errors import GraphError
-from dsv4c.graph import fused_ops, hyper_connections, moe, ops, sampling, state_ops
+from dsv4c.graph import expert_ops, fused_ops, hyper_connections, moe, ops, sampling, state_ops
 from dsv4c.graph.annotations import GraphInfo, Numerics, set_info
 from dsv4c.graph.attention import attention
 from dsv4c.graph.scope import LayerScope, ModelScope, Placeholders, StepInputs, Symbols
@@ -22,7 +22,7 @@ from dsv4c.graph.step_module import StepModule
 from dsv4c.step_abi import Input, LaunchFlag
 
 # Importing these registers the dsv4:: operators.
-OPERATOR_MODULES = (ops, state_ops, sampling, fused_ops)
+OPERATOR_MODULES = (ops, state_ops, sampling, fused_ops, expert_ops)
 BASE_BLOCK_TOKENS = 256
 
 aten, dsv4 = torch.ops.aten, torch.ops.dsv4

@@ -98,7 +98,7 @@ class Oracle:
         if isinstance(what, StatePlane):
             return self.state[node.name]
         if isinstance(what, Constant):
-            return load_constant(what)
+            return load_constant(what).view(value_of(node).shape)
         assert isinstance(what, Parameter)
         loaded = self._weights.load(what)
         wanted = value_of(node).dtype

@@ -8,7 +8,8 @@ specification that the README names.
 Row-wise activations may be float32 (`exact` numerics) or bfloat16 (`reference` numerics): a body computes in float32
 and rounds its result to the dtype of its main input, or to `dtype` where that is an argument.
 
-The operators with state (KV ring, compressed entries, open groups) are in `state_ops.py`.
+The operators with state (KV ring, compressed entries, open groups) are in `state_ops.py`, router and experts in
+`expert_ops.py`.
 """
 
 import math
@@ -303,98 +304,6 @@ def mhc_head(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, hc_eps: f
 @mhc_head.register_fake
 def _(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, hc_eps: float, norm_eps: float) -> Tensor:
     return streams.new_empty((streams.shape[0], streams.shape[2]))
-
-
-def _route(scores: Tensor, ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    weights = scores.gather(1, ids)
-    return ids.to(torch.int32), weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale
-
-
-@torch.library.custom_op("dsv4::route_topk", mutates_args=())
-def route_topk(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """The k experts of largest sqrt(softplus(logits)) + bias, and their weights (spec 2.11).
-
-    logits float32 [T, E], bias float32 [E]. Returns ids int32 [T, k] (best first, ties to the lower id) and float32
-    weights [T, k] that sum to `scale`. The bias takes part in the selection only.
-    """
-    scores = torch.nn.functional.softplus(logits.float()).sqrt()
-    order = (scores + bias.float()).sort(dim=1, descending=True, stable=True).indices
-    return _route(scores, order[:, :k], scale)
-
-
-@route_topk.register_fake
-def _(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], k)
-    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("dsv4::route_hash", mutates_args=())
-def route_hash(logits: Tensor, table: Tensor, token_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Experts by token id: row token_ids[t] of table int64 [V, k]; weights from the logits as in `route_topk`."""
-    scores = torch.nn.functional.softplus(logits.float()).sqrt()
-    return _route(scores, table[token_ids.long()], scale)
-
-
-@route_hash.register_fake
-def _(logits: Tensor, table: Tensor, token_ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], table.shape[1])
-    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("dsv4::moe_ffn", mutates_args=())
-def moe_ffn(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scales: Tensor | None,
-    w2: Tensor,
-    w2_scales: Tensor | None,
-    block_rows: int,
-    block_cols: int,
-    limit: float,
-    act_group: int,
-) -> Tensor:
-    """The routed experts: sum over the k choices of w2_e(weight * silu(w1_e x) * (w3_e x)), float32 [T, D].
-
-    x [T, D]; ids int32 and weights float32 [T, k]; w13 [E, 2I, D] (w1 rows, then w3 rows) and w2 [E, D, I] in a format
-    of `decode_weight`, scales with a leading E. `act_group` > 0: the input and the product are rounded to e4m3 per
-    `act_group` channels before their projection (spec 2.9). The product is rounded to the dtype of x before w2; the
-    sum runs in the order of the choices.
-    """
-    out = x.new_zeros((x.shape[0], w2.shape[1]), dtype=torch.float32)
-    parts = out.new_zeros((*ids.shape, w2.shape[1]))
-    rounded = fp8_rounded(x, act_group, x.shape[1]).to(x.dtype) if act_group else x
-    for expert in sorted(set(ids.flatten().tolist())):
-        rows, choices = torch.where(ids == expert)
-        scales13 = None if w13_scales is None else w13_scales[expert]
-        scales2 = None if w2_scales is None else w2_scales[expert]
-        gate_up = rounded[rows].float() @ decode_weight(w13[expert], scales13, block_rows, block_cols).T
-        gate, up = gate_up.chunk(2, -1)
-        h = (clamped_swiglu(gate, up, limit) * weights[rows, choices].unsqueeze(-1)).to(x.dtype)
-        if act_group:
-            h = fp8_rounded(h, act_group, h.shape[1]).to(x.dtype)
-        parts[rows, choices] = h.float() @ decode_weight(w2[expert], scales2, block_rows, block_cols).T
-    for choice in range(ids.shape[1]):
-        out += parts[:, choice]
-    return out
-
-
-@moe_ffn.register_fake
-def _(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scales: Tensor | None,
-    w2: Tensor,
-    w2_scales: Tensor | None,
-    block_rows: int,
-    block_cols: int,
-    limit: float,
-    act_group: int,
-) -> Tensor:
-    return x.new_empty((x.shape[0], w2.shape[1]), dtype=torch.float32)
 
 
 @torch.library.custom_op("dsv4::swiglu", mutates_args=())

@@ -1,12 +1,15 @@
-"""The numbers behind a placeholder: decoded values, codes or scales, as the checkpoint has them or the build makes."""
+"""The numbers behind a placeholder: decoded values, codes, scales or packed experts, as the checkpoint has them or the
+build makes."""
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dsv4c.checkpoint.checkpoint import Checkpoint
+from dsv4c.checkpoint.expert_packing import StoredMatrix, pack_fp4, pack_fp8
 from dsv4c.checkpoint.formats import Encoding
 from dsv4c.checkpoint.quantization import Quantization, bands, dequantize, quantize
 from dsv4c.errors import CheckpointError
@@ -31,8 +34,8 @@ Measure = Callable[[str, Parameter, Tensor, Tensor], None]
 
 
 def part_dtype(parameter: Parameter) -> torch.dtype:
-    """The dtype of the codes or the scales of a stored weight."""
-    if parameter.part != "scales":
+    """The dtype of the codes, the scales or the records of a stored weight."""
+    if parameter.part != "scales":  # a record has the type of its codes
         return STORED_DTYPE[parameter.stored_as]
     if parameter.stored_as in INTEGERS:
         return torch.float16
@@ -82,6 +85,17 @@ class WeightReader:
         assert scales is not None and block is not None and parameter.block is not None, name
         return scale_rows(scales, info.shape[0], block[0], parameter.block[0])
 
+    def packed(self, parameter: Parameter, expert: int) -> Tensor:
+        """The record of one expert, uint8."""
+        names = parameter.source_names(expert)
+        gate, up, down = (
+            StoredMatrix(*(self.source_part(name, replace(parameter, part=part)) for part in ("codes", "scales")))
+            for name in names
+        )
+        if parameter.stored_as is Encoding.FP4_GROUP:
+            return pack_fp4(gate, up, down, (names[0], names[1], names[2]))
+        return pack_fp8(gate, up, down)
+
     def _quantized(self, name: str, parameter: Parameter, how: Quantization) -> tuple[Tensor, Tensor]:
         made = []
         try:
@@ -98,7 +112,9 @@ class WeightReader:
         return codes, scales
 
     def load(self, parameter: Parameter) -> Tensor:
-        """The whole parameter in memory; for the oracle and for tests. Codes and scales come as their stored bytes."""
+        """The whole parameter in memory; for the oracle and for tests. All but values come as their stored bytes."""
+        if parameter.part == "packed":
+            return torch.stack([self.packed(parameter, expert) for expert in range(parameter.experts)])
 
         def stack(expert: int | None) -> Tensor:
             return torch.cat([self.source_part(name, parameter) for name in parameter.source_names(expert)])
@@ -114,4 +130,4 @@ def load_parameter(checkpoint: Checkpoint, parameter: Parameter) -> Tensor:
 
 
 def load_constant(constant: Constant) -> Tensor:
-    return torch.tensor(constant.values, dtype=torch.float32)
+    return torch.tensor(constant.values, dtype=constant.dtype)

@@ -67,7 +67,8 @@ def describe_placeholder(what: Placeholder | None) -> str:
         stack = f", {what.experts} experts" if what.experts else ""
         return f"weight {what.part} of {' + '.join(what.sources)} ({stored}{stack})"
     if isinstance(what, Constant):
-        return f"constant of {len(what.values)}"
+        kind = "" if what.dtype.is_floating_point else " integers"
+        return f"constant of {len(what.values)}{kind}"
     if isinstance(what, StatePlane):
         return f"state, {what.rows} rows a {what.kind.name.lower()}"
     return f"input {int(what)}"

@@ -12,6 +12,7 @@ from dsv4c.passes.insert_fp8_kv import insert_fp8_kv
 from dsv4c.passes.lower_aten import lower_aten
 from dsv4c.passes.merge_projections import merge_projections
 from dsv4c.passes.pass_manager import Pass
+from dsv4c.passes.place_experts import place_experts
 from dsv4c.passes.plan_state import plan_state
 from dsv4c.passes.quantize_weights import quantize_weights
 
@@ -33,6 +34,8 @@ def build_pipeline() -> list[Pass]:
         # After the storage is known: only equal storage merges, and inputs are rounded once.
         merge_projections,
         insert_fp8_kv,
+        # After the storage is known: only some is packed. The router is an operator by then.
+        place_experts,
         # Fewer launches where kernels are launched one by one (CUDA targets). Behind all passes that know the operators
         # of their own: `quantize_weights` puts roundings in, `insert_fp8_kv` looks for the attention.
         fuse_attention_rope,

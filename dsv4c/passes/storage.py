@@ -5,20 +5,21 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from dsv4c.graph.annotations import Parameter, get_layer, set_layer, set_placeholder, value_of
+from dsv4c.graph.annotations import Constant, Parameter, get_layer, set_layer, set_placeholder, value_of
 from dsv4c.graph.parameters import PACKED, part_dtype
 
 Storage = tuple[Node, Node | None, int, int]  # codes, scales, block rows, block columns
 
 
-def _placeholder_after(gm: GraphModule, anchor: Node, name: str, what: Parameter, shape: list[int]) -> Node:
+def placeholder_after(gm: GraphModule, anchor: Node, name: str, what: Parameter | Constant, shape: list[int]) -> Node:
+    """A placeholder of the layer of `anchor`, a placeholder of the same graph. A constant of no layer is of none."""
     with gm.graph.inserting_after(anchor):
         node = gm.graph.placeholder(name)
-    dtype = part_dtype(what)
+    dtype = what.dtype if isinstance(what, Constant) else part_dtype(what)
     with value_of(anchor).fake_mode:  # type: ignore[attr-defined]
         node.meta["val"] = torch.empty(shape, dtype=dtype)
     set_placeholder(node, what)
-    set_layer(node, get_layer(anchor))
+    set_layer(node, what.layer if isinstance(what, Constant) else get_layer(anchor))
     return node
 
 
@@ -29,10 +30,10 @@ def store_parameter(gm: GraphModule, anchor: Node, name: str, what: Parameter, s
     """
     *lead, rows, columns = shape if len(shape) > 1 else [1, *shape]
     if what.block is None:
-        return _placeholder_after(gm, anchor, name, replace(what, part="codes"), shape), None, 0, 0
+        return placeholder_after(gm, anchor, name, replace(what, part="codes"), shape), None, 0, 0
     packed = columns // 2 if what.stored_as in PACKED else columns
-    codes = _placeholder_after(gm, anchor, f"{name}_codes", replace(what, part="codes"), [*lead, rows, packed])
+    codes = placeholder_after(gm, anchor, f"{name}_codes", replace(what, part="codes"), [*lead, rows, packed])
     block_rows, block_columns = what.block
     grid = [*lead, -(-rows // block_rows), -(-columns // block_columns)]
-    scales = _placeholder_after(gm, codes, f"{name}_scales", replace(what, part="scales"), grid)
+    scales = placeholder_after(gm, codes, f"{name}_scales", replace(what, part="scales"), grid)
     return codes, scales, block_rows, block_columns

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from dsv4c.plan.execution_plan import Arg, TensorRef
+from dsv4c.plan.expert_hits import distinct_experts
 from dsv4c.step_abi import DType, Space
 
 
@@ -20,11 +21,6 @@ def tensor_bytes(tensor: TensorRef) -> int:
 def _columns(weight: TensorRef) -> int:
     # Codes in U8 are INT4, two a byte.
     return weight.sizes[-1] * (2 if weight.dtype in (DType.F4E2M1X2, DType.U8) else 1)
-
-
-def distinct_experts(experts: int, tokens: int, k: int) -> float:
-    """Expected number of experts that `tokens` rows of `k` uniform choices hit."""
-    return experts * (1 - (1 - k / experts) ** tokens)
 
 
 def launch_cost(kernel: str, args: Sequence[Arg], outputs: Sequence[TensorRef]) -> tuple[int, int]:
@@ -41,6 +37,8 @@ def launch_cost(kernel: str, args: Sequence[Arg], outputs: Sequence[TensorRef]) 
             return moved, 2 * x.sizes[0] * weight.sizes[0] * _columns(weight)
         case "moe_ffn":
             return _moe_cost(tensors, outputs)
+        case "placed_experts":
+            return _placed_cost(args, outputs)
         case "attention" | "attention_unrotated":
             return _attention_cost(args, tensors, moved)
         case "select_entries":
@@ -67,6 +65,18 @@ def _moe_cost(tensors: Sequence[TensorRef], outputs: Sequence[TensorRef]) -> tup
     share = distinct_experts(experts, tokens, k) / experts
     moved = sum(tensor_bytes(t) for t in (x, ids, weights, *outputs)) + round(share * sum(map(tensor_bytes, stacks)))
     inner, hidden = w13.sizes[1] // 2, x.sizes[1]
+    return moved, 2 * tokens * k * 3 * inner * hidden
+
+
+def _placed_cost(args: Sequence[Arg], outputs: Sequence[TensorRef]) -> tuple[int, int]:
+    x, logits, bias, table, token_ids, stack, topology, inner, k, *_ = args
+    assert isinstance(x, TensorRef) and isinstance(stack, TensorRef) and isinstance(inner, int) and isinstance(k, int)
+    tokens, hidden = x.sizes
+    share = distinct_experts(stack.sizes[0], tokens, k) / stack.sizes[0]
+    whole = (x, logits, bias, token_ids, topology, *outputs)
+    moved = sum(tensor_bytes(t) for t in whole if isinstance(t, TensorRef)) + round(share * tensor_bytes(stack))
+    if isinstance(table, TensorRef):
+        moved += tokens * k * table.dtype.size_bytes
     return moved, 2 * tokens * k * 3 * inner * hidden
 
 

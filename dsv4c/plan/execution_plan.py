@@ -81,6 +81,7 @@ class KernelCall:
     shared_bytes: int = 0  # dynamic
     cluster: int = 1
     cooperative: bool = False
+    programmatic: bool = False  # starts once every block of the operator's call before has let it; it waits itself
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,31 @@ class EntryPoint:
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes of the weight space that come from one source: a part of a checkpoint tensor, or a constant."""
+    """Bytes of the weight space from one source: a part of a checkpoint tensor, a packed expert, or a constant.
+
+    `source` is the official name, of a packed expert that of its first tensor, and empty for a constant; `expert` is
+    the number of a packed one.
+    """
 
     offset: int
     size_bytes: int
-    source: str  # official name, empty for a constant
+    source: str
     what: Parameter | Constant
+    expert: int | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """All checkpoint tensors that these bytes are made of."""
+        if isinstance(self.what, Parameter) and self.what.part == "packed":
+            return self.what.source_names(self.expert)
+        return [self.source] if self.source else []
+
+    @property
+    def tensors(self) -> int:
+        """Tensors that reports count here: scales belong to their codes."""
+        if isinstance(self.what, Constant):
+            return 1
+        return 0 if self.what.part == "scales" else len(self.sources)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ def extent_bytes(weights: WeightReader, extent: Extent) -> Tensor:
     """The stored bytes of one extent, uint8."""
     if isinstance(extent.what, Constant):
         return load_constant(extent.what).view(torch.uint8)
-    assert isinstance(extent.what, Parameter)
+    if extent.expert is not None:
+        return weights.packed(extent.what, extent.expert)
     return weights.source_part(extent.source, extent.what).contiguous().view(torch.uint8).flatten()
 
 

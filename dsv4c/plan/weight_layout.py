@@ -1,7 +1,7 @@
 """Where every weight lies in the WEIGHTS section.
 
-In the order of the graph, so that a step reads forward. The four matrices of one expert (w1 and w3, w2, and their
-scales) are contiguous and start on a page: an expert can be mapped, streamed or moved alone.
+In the order of the graph, so that a step reads forward. The matrices of one expert (w1 and w3, w2, and their scales, or
+its packed record) are contiguous and start on a page: an expert can be mapped, streamed or moved alone.
 """
 
 from dataclasses import dataclass
@@ -71,21 +71,24 @@ class _Writer:
             self.places[node.name] = WeightPlace(self.places[node.name].offset, stride)
 
     def _sources(self, node: Node, what: Parameter, expert: int | None) -> None:
+        if what.part == "packed":
+            self._extent(what.source_names(expert)[0], what, _matrix_bytes(node), expert)
+            return
         total, rows = _matrix_bytes(node), sum(what.rows)
         for name, count in zip(what.source_names(expert), what.rows, strict=True):
             covered = count if what.part == "codes" or what.block is None else -(-count // what.block[0])
             all_rows = rows if what.part == "codes" or what.block is None else -(-rows // what.block[0])
             self._extent(name, what, total * covered // all_rows)
 
-    def _extent(self, source: str, what: Parameter | Constant, size_bytes: int) -> None:
-        self.extents.append(Extent(self.offset, size_bytes, source, what))
+    def _extent(self, source: str, what: Parameter | Constant, size_bytes: int, expert: int | None = None) -> None:
+        self.extents.append(Extent(self.offset, size_bytes, source, what, expert))
         self.offset += size_bytes
 
 
 def layout_weights(gm: GraphModule) -> tuple[WeightLayout, dict[str, WeightPlace]]:
     """The layout, and the place of every weight placeholder by name."""
     writer = _Writer()
-    stacks = {node.name: _experts_of(node) for node in gm.graph.nodes if node.target is torch.ops.dsv4.moe_ffn.default}
+    stacks = {node.name: found for node in gm.graph.nodes if (found := _experts_of(node))}
     owner = {node.name: name for name, nodes in stacks.items() for node in nodes}
     for node in gm.graph.nodes:
         if node.op != "placeholder" or not isinstance(get_placeholder(node), Parameter | Constant):
@@ -97,6 +100,12 @@ def layout_weights(gm: GraphModule) -> tuple[WeightLayout, dict[str, WeightPlace
     return WeightLayout(tuple(writer.extents), _align(writer.offset, EXPERT_ALIGNMENT)), writer.places
 
 
-def _experts_of(moe_ffn: Node) -> list[Node]:
-    """The expert stacks of a layer, in the order they lie in a blob."""
-    return [arg for arg in moe_ffn.args[3:7] if isinstance(arg, Node)]
+def _experts_of(node: Node) -> list[Node]:
+    """The expert stacks that an operator reads, in the order they lie in a blob."""
+    if node.target is torch.ops.dsv4.moe_ffn.default:
+        operands = node.args[3:7]
+    elif node.target is torch.ops.dsv4.placed_experts.default:
+        operands = node.args[5:6]
+    else:
+        return []
+    return [arg for arg in operands if isinstance(arg, Node)]

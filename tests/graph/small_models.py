@@ -46,6 +46,15 @@ CONFIGS: dict[str, dict[str, Any]] = ODD_CONFIGS | {
         "o_lora_rank": 64,
         "moe_intermediate_size": 128,
     },
+    # A hash-routed and a score-routed layer in sizes that 128 divides: for packed experts.
+    "two_even": ODD_CONFIGS["narrow"]
+    | {
+        "num_hidden_layers": 2,
+        "num_hash_layers": 1,
+        "compress_ratios": [0, 4],
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+    },
     # `one_layer`, hash-routed and without compression.
     "one_window": ODD_CONFIGS["narrow"] | {"num_hidden_layers": 1, "num_hash_layers": 1, "compress_ratios": [0]},
 }
@@ -83,9 +92,11 @@ def graph(name: str, numerics: Numerics = "exact", quantization: Quantization = 
     return build_graph(opened.config, opened.weights, numerics, ROLLBACK_ROWS)
 
 
-def context(numerics: Numerics = "exact", dump_dir: Path | None = None, target: str = "cpu") -> PassContext:
-    recipe = Recipe(find_target(target)).with_overrides(numerics=numerics)
-    return PassContext(recipe.target, recipe, dump_dir)
+def context(
+    numerics: Numerics = "exact", dump_dir: Path | None = None, target: str = "cpu", **recipe: Any
+) -> PassContext:
+    chosen = Recipe(find_target(target), **recipe).with_overrides(numerics=numerics)
+    return PassContext(chosen.target, chosen, dump_dir)
 
 
 def until(gm: GraphModule, last: Pass, numerics: Numerics = "exact") -> GraphModule:

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4c.checkpoint.formats import decode_e8m0, quantize_fp4, quantize_fp8
-from dsv4c.graph import fused_ops, ops, sampling, state_ops
+from dsv4c.graph import expert_ops, fused_ops, ops, sampling, state_ops
+from tests.graph.expert_cases import expert_case
 
 dsv4 = torch.ops.dsv4
+assert expert_ops  # its import registers operators
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -418,6 +420,10 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(randn(3, 7, dtype=BF16), ints(0, 2, 2, 0, 0, 2).view(3, 2), randn(3, 2), randn(3, 6, 7), None),
         *(randn(3, 7, 3), None, 0, 0, 1.0, 128),
     ),
+    "placed_experts": lambda: (
+        *(randn(3, 128, dtype=BF16), randn(3, 2), None, ints(1, 0, 1).long().view(3, 1), ints(2, 0, 1)),
+        *(expert_case(2, 128, 128).packed, ints(0, 0).view(2, 1), 128, 1, 1.5, 10.0, 4),
+    ),
     "swiglu": lambda: (randn(3, 10)[:, :5], randn(3, 10)[:, 5:], 1.0, BF16),
     "add": lambda: (randn(3, 5, dtype=BF16), randn(3, 5), BF16),
     "gather_rows": lambda: (randn(3, 2, 5), ints(2, 0)),
@@ -459,7 +465,7 @@ def test_schema_and_fake(name: str) -> None:
     assert described[0] == described[1]
 
 
-SMALL_FLOATS = ("linear", "select_entries")
+SMALL_FLOATS = ("linear", "placed_experts", "select_entries")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SMALL_FLOATS])
