@@ -98,6 +98,7 @@ def _facts(variant: KernelVariant, kernel: CompiledKernel, call: KernelCall, ope
         "parameters": [f"{arg.dtype.name.lower()}{list(arg.sizes)}" for arg in call.args],
         "block": call.block,
         "grid": list(call.grid),  # of the first bucket that uses it
+        "programmatic": call.programmatic,
         "dynamic_shared_bytes": call.shared_bytes or kernel.dynamic_shared_bytes,
         "static_shared_bytes": kernel.shared_bytes,
         "registers": kernel.registers,

@@ -79,6 +79,7 @@ class LaunchFlag(enum.IntFlag):
     SAMPLE = 2  # runs only when tokens are asked for
     STAGE = 4  # more calls of the same operator follow
     COOPERATIVE = 8  # all blocks run at once and may wait for one another
+    PROGRAMMATIC = 16  # may start before the call before it, of the same operator, has ended, and waits for it itself
 
 
 class ArgKind(enum.IntEnum):

@@ -8,7 +8,7 @@ of `select/` a family of operators, its sources of the same name in `cuda/` and 
 from collections.abc import Mapping
 
 from dsv4c.errors import KernelError
-from dsv4c.kernels.select import attention, compression, experts, matmul, mhc, routing, rows
+from dsv4c.kernels.select import attention, compression, experts, matmul, mhc, placed_experts, routing, rows
 from dsv4c.kernels.select.selection import Selector
 from dsv4c.plan.execution_plan import ExecutionPlan
 from dsv4c.target import Target
@@ -23,6 +23,7 @@ SELECTORS: Mapping[str, Mapping[str, Selector]] = {
         **matmul.SELECTORS,
         **routing.SELECTORS,
         **experts.SELECTORS,
+        **placed_experts.SELECTORS,
     },
 }
 

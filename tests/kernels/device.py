@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 _SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_ATTRIBUTE_CLUSTER, _ATTRIBUTE_COOPERATIVE = 4, 2
+_ATTRIBUTE_CLUSTER, _ATTRIBUTE_COOPERATIVE, _ATTRIBUTE_PROGRAMMATIC = 4, 2, 6
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -109,6 +109,7 @@ class Device:
         shared_bytes: int = 0,
         cluster: int = 1,
         cooperative: bool = False,
+        programmatic: bool = False,
     ) -> None:
         """Starts a grid whose parameters are pointers."""
         self._use()
@@ -123,6 +124,8 @@ class Device:
             attributes.append(_Attribute(_ATTRIBUTE_CLUSTER, 0, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
         if cooperative:
             attributes.append(_Attribute(_ATTRIBUTE_COOPERATIVE, 0, (ctypes.c_uint32 * 16)(1)))
+        if programmatic:
+            attributes.append(_Attribute(_ATTRIBUTE_PROGRAMMATIC, 0, (ctypes.c_uint32 * 16)(1)))
         config = _Config(
             grid=(ctypes.c_uint * 3)(*grid),
             block=(ctypes.c_uint * 3)(block, 1, 1),

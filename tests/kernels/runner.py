@@ -5,7 +5,7 @@ runs them over poisoned memory and checks that nothing but the results was writt
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 _FIXED = {
     *("weight", "table", "scales", "inv_freq", "fn", "scale", "base", "norm_weight", "ape", "sink", "bias"),
     *("w13", "w13_scales", "w2", "w2_scales"),
+    *("experts", "topology"),
 }
 _STATE = {
     **dict.fromkeys(("ring", "ring_scales", "group_state"), Dim.SLOTS),
@@ -90,6 +91,25 @@ def run_operator(
         for number, (one, other) in enumerate(zip(results, _results(prepared, again), strict=True)):
             assert torch.equal(bits(one), bits(other)), f"result {number} of {name} depends on the order of threads"
     return results
+
+
+def run_first_calls(
+    name: str,
+    *args: Any,
+    capacity: int | None = None,
+    sm_count: int = 132,
+    backwards: bool = False,
+    change: Callable[[list[KernelCall]], list[KernelCall]] = lambda calls: calls,
+) -> tuple[list[KernelCall], Tensor]:
+    """All calls of the operator, and the memory after all but the last of them on the emulator: what they hand over."""
+    prepared = _prepare(name, args, None, None, capacity, sm_count, Dim.TOKENS)
+    calls = change(prepared.calls)
+    prepared.calls = calls[:-1]
+    after, expected = _emulate(prepared, backwards), prepared.buffer.clone()
+    start, end = prepared.scratch
+    expected[start:end] = after[start:end]
+    prepared.memory.check_untouched(expected, after)
+    return calls, after
 
 
 def time_operator(
@@ -301,7 +321,16 @@ class _Uploaded:
                 pointers += [0, 0]  # its scratch pointers, which no kernel uses
                 shared_bytes = image.dynamic_shared_bytes
             function = device().function(image.cubin, image.symbol)
-            device().launch(function, call.grid, call.block, pointers, shared_bytes, call.cluster, call.cooperative)
+            device().launch(
+                function,
+                call.grid,
+                call.block,
+                pointers,
+                shared_bytes,
+                call.cluster,
+                call.cooperative,
+                call.programmatic,
+            )
 
     def download(self) -> Tensor:
         """The memory now; its fixed part is taken from the host, since it may be large."""

@@ -82,7 +82,19 @@ def steps(folder: Path) -> None:
         for rows in ([], [5], [5, 2, 3], [0, 4]):
             same(sessions, lambda s, r=rows: feed(s, 1, s.length(1), 6, r))
         same(sessions, lambda s: s.step(TOKENS[:6], [2, 1, 2, 2, 1, 2], [0, 24, 1, 2, 25, 3]).tobytes())
-    assert fake.fake_launches(b"cooperative") > 0 and fake.fake_launches(b"cluster") > 0
+    for kind in ("cooperative", "cluster", "programmatic", "programmatic in a graph"):
+        assert fake.fake_launches(kind.encode()) > 0, kind
+
+
+@case(FAKE_CUDA_VERSION="12020")
+def a_driver_without_programmatic_graphs(folder: Path) -> None:
+    """Launches that could overlap the one before follow it."""
+    fake = driver()
+    cpu, gpu = open_pair(folder)
+    sessions = [cpu.session(slots=1), gpu.session(slots=1), gpu.session(slots=1, graphs=False)]
+    for start in range(3):
+        same(sessions, lambda s, at=start: feed(s, 0, at, 1))
+    assert fake.fake_launches(b"programmatic") == fake.fake_launches(b"programmatic in a graph") == 0
 
 
 @case()
@@ -483,7 +495,7 @@ def damaged_plans(folder: Path) -> None:
         (launch(0, block_x=1, block_z=65), "blocks of 1 x 1 x 65 threads"),
         (launch(0, shared_bytes=2**31), "with 2147483648 bytes of shared memory"),
         (launch(0, shared_bytes=232_000), "needs 233024 bytes of shared memory a block; GPU 0"),
-        (launch(0, flags=16), "unknown flags 16"),
+        (launch(0, flags=32), "unknown flags 32"),
         (launch(0, kernel=99), "has kernel 99 of"),
         (launch(0, arg_count=2**31), "has arguments"),
         (launch(0, arg_count=501), "has arguments|takes at most 500"),
@@ -496,6 +508,8 @@ def damaged_plans(folder: Path) -> None:
         (launch(stage + 1, name=0), "is not followed by the other calls of its operator"),
         (launch(stage + 1, flags=LaunchFlag.HEAD), "is not followed by the other calls of its operator"),
         (lambda p: p.edit("buckets", 0, launch_count=stage + 1), "is not followed by the other calls"),
+        (launch(0, flags=LaunchFlag.PROGRAMMATIC), "may overlap the call before it, which is none of its operator"),
+        (launch(stage + 2, flags=LaunchFlag.PROGRAMMATIC), "may overlap the call before it"),
         (lambda p: p.edit("args", first_argument, kind=2), "is not a tensor; a kernel of a GPU takes pointers"),
         (lambda p: p.edit("args", first_argument, kind=9), "has unknown kind 9"),
         (lambda p: p.edit("args", first_argument, value=9999), "is tensor 9999 of"),
@@ -515,7 +529,7 @@ def damaged_plans(folder: Path) -> None:
             open_gpu(folder, parts)
         assert fake.fake_objects() == 0, message
     # What the cpu backend refuses of a plan for a GPU.
-    for flags in (LaunchFlag.STAGE, LaunchFlag.COOPERATIVE, 16):
+    for flags in (LaunchFlag.STAGE, LaunchFlag.COOPERATIVE, LaunchFlag.PROGRAMMATIC, 32):
         parts = hand_parts()
         parts.edit("launches", 0, flags=flags)
         with pytest.raises(EngineFormatError, match=f"unknown flags {int(flags)}"):

@@ -94,7 +94,8 @@ class _Writer:
             dense = parts.tensors[queries.value]
             scratch = self.tensor(replace(dense, offset=arena_bytes))
             self.call(launch, "copy", [queries, scratch], 0, LaunchFlag.STAGE)
-            self.call(launch, operator, [scratch, *args[1:]], launch.output_count, LaunchFlag.COOPERATIVE)
+            flag = LaunchFlag.COOPERATIVE if tokens in MIXED_TOKENS else LaunchFlag.PROGRAMMATIC
+            self.call(launch, operator, [scratch, *args[1:]], launch.output_count, flag)
             return
         self.call(launch, operator, args, launch.output_count, shared=100_000 if operator == "compress" else 0)
 

@@ -15,14 +15,10 @@
 // Not one more: with five warps on each quarter of an SM a thread has 96 registers, with six only 80. A warp that
 // finishes waits for its stores before it counts, which takes longer than a panel: so each has a panel of its own.
 //
-// What a block hands to others, h and the parts of the sums, is announced by counters behind fences, or, for the few rows
-// whose time those would be (TAGGED), carries its own news: words of eight bytes, data and a tag that the launch before
-// has cleared. Who needs such a word reads it until the tag is there.
-//
 // Macros: FP8 (0: FP4), HIDDEN, INNER, EXPERTS, CHOICES, RECORD_BYTES (from one expert to the next), LIMIT, SMS, GROUPS (of
 // SMs that share places), TILE (pairs of a place: 8 or 16), ROWS (the bucket's), OUT_STRIDE, SLOTS (of the ring),
-// TAGGED,
 // SHARED_BYTES; for measuring, STREAM_ONLY 1 leaves the products out.
+#include "async.cuh"
 #include "experts_packed.cuh"
 #include "hopper_chain.cuh"
 #include "quantize.cuh"
@@ -47,38 +43,66 @@ constexpr int MOST_PLACES = PAIRS_HIT + (PAIRS - PAIRS_HIT) / TILE;
 constexpr int ROW_GROUPS = 4;  // of a panel
 constexpr int BUFFERS = FINISH_WARPS;  // of sums between computing and finishing: each finishing warp has its own
 
+// A run of panels, counted through those of all places.
+struct Run {
+  int begin, end;
+  __device__ __forceinline__ int count() const { return end - begin; }
+};
+
+// What a block does, in this order: its panels of w13 of the first half of the places, of the second half, then of w2. So
+// h of the first half is ready when it is wanted, and that of the second by the time the first is done.
+struct Stretch {
+  Run first[2], second[2];  // by halves
+};
+
+__device__ __forceinline__ int count(const Run (&halves)[2]) { return halves[0].count() + halves[1].count(); }
+// Panel `index` of those of both halves.
+__device__ __forceinline__ int panel_of(const Run (&halves)[2], int index) {
+  const int half = halves[0].count();
+  return index < half ? halves[0].begin + index : halves[1].begin + index - half;
+}
+// Where the run that it is in ends.
+__device__ __forceinline__ int end_of(const Run (&halves)[2], int index) {
+  return index < halves[0].count() ? halves[0].end : halves[1].end;
+}
+
 struct Shared {
   u8 ring[SLOTS][SLOT_BYTES];
-  u8 inputs[WARPGROUPS][MOST_SLOTS * INPUT_BYTES];
-  float input_scales[WARPGROUPS][MOST_SLOTS * TILE];
+  u8 inputs[INPUT_BUFFERS][WARPGROUPS][MOST_SLOTS * INPUT_BYTES];
+  float input_scales[INPUT_BUFFERS][WARPGROUPS][MOST_SLOTS * TILE];
   float4 sums[BUFFERS][COMPUTE_WARPS][PARTS][32];
   Place places[MOST_PLACES];
   int pairs[PAIRS];
+  Stretch own;
   u64 full[SLOTS], empty[SLOTS];
   u64 computed[BUFFERS], finished[BUFFERS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the selector knows another size");
 
-// The panels of a block: [begin, end) of those of all places, counted through, of either projection.
-struct Stretch {
-  int begin1, end1, begin2, end2;
-};
+__device__ __forceinline__ int share(int total, int index, int blocks) { return (int)((i64)total * index / blocks); }
 
-// The slots that come before block `index` of `blocks` are its share of all; first those of w13, then as many of w2 as
-// are left. Where that would take away from an earlier block, both are shared evenly.
+// The slots before block `index` of `blocks` are its share of all: those of w13, then as many of w2 as are left. Where
+// there is too little work to divide it so, there is no first half, or both projections are shared evenly.
 __device__ __forceinline__ Stretch stretch_of(int places, int index, int blocks) {
-  const int panels1 = places * PANELS1, panels2 = places * PANELS2;
-  const int slots = panels1 * SLOTS1 + panels2 * SLOTS2;
-  const bool together = (panels1 + blocks - 1) / blocks * SLOTS1 <= slots / blocks;
-  Stretch stretch;
-  stretch.begin1 = (int)((i64)panels1 * index / blocks), stretch.end1 = (int)((i64)panels1 * (index + 1) / blocks);
-  if (together) {
-    stretch.begin2 = ((int)((i64)slots * index / blocks) - stretch.begin1 * SLOTS1) / SLOTS2;
-    stretch.end2 = ((int)((i64)slots * (index + 1) / blocks) - stretch.end1 * SLOTS1) / SLOTS2;
-  } else {
-    stretch.begin2 = (int)((i64)panels2 * index / blocks), stretch.end2 = (int)((i64)panels2 * (index + 1) / blocks);
+  const int panels1 = places * PANELS1, panels2 = places * PANELS2, slots = panels1 * SLOTS1 + panels2 * SLOTS2;
+  const int most1 = (panels1 + blocks - 1) / blocks, least2 = (slots / blocks - most1 * SLOTS1) / SLOTS2 - 1;
+  const int half = places / 2;
+#ifndef NO_HALVES
+#define NO_HALVES 0
+#endif
+  const bool halves = !NO_HALVES && panels1 / blocks >= (half * PANELS1 + blocks - 1) / blocks &&
+                      least2 >= (half * PANELS2 + blocks - 1) / blocks;
+  const int half1 = halves ? half * PANELS1 : 0, half2 = halves ? half * PANELS2 : 0;
+  int ends[2][4];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int all1 = share(panels1, index + i, blocks);
+    const int all2 = least2 >= 0 ? (share(slots, index + i, blocks) - all1 * SLOTS1) / SLOTS2
+                                 : share(panels2, index + i, blocks);
+    ends[i][0] = share(half1, index + i, blocks), ends[i][1] = half1 + all1 - ends[i][0];
+    ends[i][2] = share(half2, index + i, blocks), ends[i][3] = half2 + all2 - ends[i][2];
   }
-  return stretch;
+  return {{{ends[0][0], ends[1][0]}, {ends[0][1], ends[1][1]}}, {{ends[0][2], ends[1][2]}, {ends[0][3], ends[1][3]}}};
 }
 
 // A place in the ring, and the parity of the phase that fills it there.
@@ -103,25 +127,29 @@ __device__ __forceinline__ void copy_panel(Shared& shared, Ring& ring, const u8*
 }
 
 // One thread feeds the ring.
-__device__ __forceinline__ void copy_weights(Shared& shared, const Stretch& own, const Place* places,
+__device__ __forceinline__ void copy_weights(Shared& shared, const Place* places,
                                              const u8* experts) {
+  const Stretch& own = shared.own;
   const u64 policy = evict_first_policy();
   Ring ring;
-  for (int panel = own.begin1; panel < own.end1; panel++)
-    copy_panel<TILES1>(shared, ring,
-                       experts + (i64)places[panel / PANELS1].expert * RECORD_BYTES + panel % PANELS1 * PANEL1_BYTES,
-                       policy);
-  for (int panel = own.begin2; panel < own.end2; panel++)
-    copy_panel<TILES2>(shared, ring,
-                       experts + (i64)places[panel / PANELS2].expert * RECORD_BYTES + SECOND_BYTES +
-                           panel % PANELS2 * PANEL2_BYTES,
-                       policy);
+  for (int i = 0; i < count(own.first); i++) {
+    const int panel = panel_of(own.first, i);
+    const u8* const expert = experts + (i64)places[panel / PANELS1].expert * RECORD_BYTES;
+    copy_panel<TILES1>(shared, ring, expert + panel % PANELS1 * PANEL1_BYTES, policy);
+  }
+  for (int i = 0; i < count(own.second); i++) {
+    const int panel = panel_of(own.second, i);
+    const u8* const expert = experts + (i64)places[panel / PANELS2].expert * RECORD_BYTES + SECOND_BYTES;
+    copy_panel<TILES2>(shared, ring, expert + panel % PANELS2 * PANEL2_BYTES, policy);
+  }
 }
 
 // What a compute warp knows of itself. The addresses are of its lane's first elements, in slot 0.
 struct ComputeWarp {
   int group, row_group, lane;
-  u8* inputs;           // of its warpgroup
+  // Of its warpgroup, the buffer in use.
+  int buffer;
+  u8* inputs;
   float* input_scales;  // [slot][pair]
   u32 operand;          // describes the inputs of slot 0, the low word
   SharedAddress codes, scales, own_input_scales, full, empty;  // the last two: the barriers of the ring
@@ -182,18 +210,29 @@ __device__ __forceinline__ void multiply_fp8(const ComputeWarp& warp, int ring_o
   for (int j = 0; j < PARTS; j++) input_scales[j] = load_shared_8(warp.own_input_scales + (slot * TILE + 8 * j) * 4);
   __syncwarp();
   if (warp.lane == 0) barrier_arrive(empty);
-  u32 a[4][4];
+  // A product at a time, though the four share their scales: in a chain the tensor cores keep fewer bits of the sum.
+  constexpr int TOGETHER = SEPARATE<TILE>;
+  float sum[4 * PARTS];
 #pragma unroll
-  for (int q = 0; q < 4; q++) {
-    a[q][0] = codes[q].x, a[q][1] = codes[q].z, a[q][2] = codes[q].y, a[q][3] = codes[q].w;
+  for (int first = 0; first < 4; first += TOGETHER) {
+    u32 a[TOGETHER][4];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++) {
+      const uint4 own = codes[first + i];
+      a[i][0] = own.x, a[i][1] = own.z, a[i][2] = own.y, a[i][3] = own.w;
+    }
+    float d[TOGETHER][4 * PARTS];
+    separate_products<TILE>(d, a, warp.operand + (slot * 4 + first) * BLOCK_STEP<TILE>);
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++)
+#pragma unroll
+      for (int j = 0; j < 4 * PARTS; j++) sum[j] = first + i ? sum[j] + d[i][j] : d[i][j];
   }
-  float d[4 * PARTS];
-  chained_products<TILE>(d, a, warp.operand + slot * 4 * BLOCK_STEP<TILE>);
 #pragma unroll
   for (int i = 0; i < 4 * PARTS; i++)
     sums[i] = fmaf(bits_to_float(i % 2 ? input_scales[i / 4].y : input_scales[i / 4].x) *
                        bits_to_float(i % 4 < 2 ? scales.x : scales.y),
-                   d[i], sums[i]);
+                   sum[i], sums[i]);
 }
 
 // A warp's part of a panel, handed over to the finishing warps.
@@ -231,42 +270,44 @@ __device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp&
   if (++buffer.slot == BUFFERS) buffer.slot = 0, buffer.parity ^= 1;
 }
 
-// The inputs of the first projection: rows of x that are e4m3 already. Pairs that a place lacks repeat its last one.
-__device__ __forceinline__ void load_x(Shared& shared, const ComputeWarp& warp, const Place& place, const u8* xq,
-                                       const float* xs) {
+// The inputs of the next place go to the other buffer, where there are two.
+__device__ __forceinline__ void use_buffer(Shared& shared, ComputeWarp& warp, int buffer) {
+  warp.buffer = buffer;
+  warp.inputs = shared.inputs[buffer][warp.group];
+  warp.input_scales = shared.input_scales[buffer][warp.group];
+  // The shuffle tells the compiler that it is the same in all lanes.
+  warp.operand = __shfl_sync(0xFFFFFFFFu, (u32)product_operand(warp.inputs, HALF_BYTES, 128), 0);
+  warp.own_input_scales = fixed_address(warp.input_scales + warp.lane % 4 * 2);
+}
+
+// Starts to load the inputs of the first projection: rows of x that are e4m3 already. What is in the columns of pairs that
+// the place lacks does not matter.
+__device__ __forceinline__ void start_x(Shared& shared, const ComputeWarp& warp, int buffer, const Place& place,
+                                        const u8* xq, const float* xs) {
   constexpr int PIECES = TILE_COLUMNS / 16, EACH = (SLOTS1 * TILE * PIECES + 127) / 128;
   const int thread = warp.row_group * 32 + warp.lane;
-  uint4 values[EACH];
-  float scales[EACH];
-  // All loads are under way before the first is waited for.
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const int at = i * 128 + thread, piece = at % PIECES, pair = at / PIECES % TILE;
-    const int tile = min(at / (PIECES * TILE) * WARPGROUPS + warp.group, TILES1 - 1);
-    const int row = shared.pairs[place.first + min(pair, place.count - 1)] / CHOICES;
-    values[i] = *(const uint4*)(xq + (i64)row * HIDDEN + tile * TILE_COLUMNS + piece * 16);
-    scales[i] = xs[row * TILES1 + tile];
-  }
-  meet(warp);
+  u8* const inputs = shared.inputs[buffer][warp.group];
+  float* const scales = shared.input_scales[buffer][warp.group];
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const int at = i * 128 + thread, piece = at % PIECES, pair = at / PIECES % TILE, slot = at / (PIECES * TILE);
-    if (slot >= SLOTS1) break;
-    *(uint4*)(warp.inputs + slot * INPUT_BYTES + piece * HALF_BYTES + pair * 16) = values[i];
-    if (piece == 0) warp.input_scales[slot * TILE + pair] = scales[i];
+    const int tile = slot * WARPGROUPS + warp.group;
+    if (slot >= SLOTS1 || tile >= TILES1) break;
+    if (pair >= place.count) continue;
+    const int row = shared.pairs[place.first + pair] / CHOICES;
+    cp_async_16(inputs + slot * INPUT_BYTES + piece * HALF_BYTES + pair * 16,
+                xq + (i64)row * HIDDEN + tile * TILE_COLUMNS + piece * 16);
+    if (piece == 0) cp_async_4(scales + slot * TILE + pair, xs + row * TILES1 + tile);
   }
+  cp_async_commit();
+}
+
+// Until they are there for the whole warpgroup.
+__device__ __forceinline__ void finish_x(const ComputeWarp& warp) {
+  cp_async_wait<0>();
   shared_proxy_fence();
   meet(warp);
 }
-
-#if TAGGED
-typedef Tagged H;     // two columns
-typedef Tagged Part;  // a float
-#else
-typedef bf16 H;
-typedef float Part;
-#endif
-constexpr int H_WORDS = TAGGED ? INNER / 2 : INNER;  // of a row: a tag's word has four bytes of data
 
 // Eight columns of h, which other blocks wrote in this launch: not through L1.
 __device__ __forceinline__ uint4 load_fresh(const void* from) {
@@ -307,37 +348,18 @@ __device__ __forceinline__ void round_columns(const ComputeWarp& warp, const uin
 // A warpgroup's columns of a row of h, eight of a lane in each slot.
 typedef uint4 Columns[SLOTS2];
 
-#if TAGGED
-__device__ __forceinline__ void load_columns(const ComputeWarp& warp, const H* row, Columns& columns) {
-  for (bool complete = false; !complete;) {
-    complete = true;
-#pragma unroll
-    for (int slot = 0; slot < SLOTS2; slot++) {
-      const int tile = slot * WARPGROUPS + warp.group;
-      if (tile >= TILES2) continue;
-      Tagged words[4];
-      load_tagged(row + (tile * TILE_COLUMNS + warp.lane % 16 * 8) / 2, words[0], words[1]);
-      load_tagged(row + (tile * TILE_COLUMNS + warp.lane % 16 * 8) / 2 + 2, words[2], words[3]);
-      columns[slot] = {words[0].data, words[1].data, words[2].data, words[3].data};
-      complete &= words[0].tag & words[1].tag & words[2].tag & words[3].tag;
-    }
-    if (!complete) pause(20);
-  }
-  __syncwarp();
-}
-#else
-__device__ __forceinline__ void load_columns(const ComputeWarp& warp, const H* row, Columns& columns) {
+__device__ __forceinline__ void load_columns(const ComputeWarp& warp, const bf16* row, Columns& columns) {
 #pragma unroll
   for (int slot = 0; slot < SLOTS2; slot++) {
     const int tile = slot * WARPGROUPS + warp.group;
-    if (tile < TILES2) columns[slot] = load_fresh(row + tile * TILE_COLUMNS + warp.lane % 16 * 8);
+    columns[slot] = {0, 0, 0, 0};
+    if (row && tile < TILES2) columns[slot] = load_fresh(row + tile * TILE_COLUMNS + warp.lane % 16 * 8);
   }
 }
-#endif
 
 // The inputs of the second projection, once all panels of the place's first one are done.
-__device__ __forceinline__ void load_h(const ComputeWarp& warp, const Place& place, const H* h, const u32* counter) {
-  if (!TAGGED && warp.row_group == 0 && warp.lane == 0)
+__device__ __forceinline__ void load_h(const ComputeWarp& warp, const Place& place, const bf16* h, const u32* counter) {
+  if (warp.row_group == 0 && warp.lane == 0)
     while (load_acquire(counter) < (u32)PANELS1) pause(20);
   meet(warp);
   // A warp has two pairs at a time, half a warp each.
@@ -345,7 +367,7 @@ __device__ __forceinline__ void load_h(const ComputeWarp& warp, const Place& pla
   for (int part = 0; part < PARTS; part++) {
     const int pair = part * 8 + warp.row_group * 2 + warp.lane / 16;
     Columns columns;
-    load_columns(warp, h + (i64)(place.first + min(pair, place.count - 1)) * H_WORDS, columns);
+    load_columns(warp, pair < place.count ? h + (i64)(place.first + pair) * INNER : nullptr, columns);
 #pragma unroll
     for (int slot = 0; slot < SLOTS2; slot++)
       if (slot * WARPGROUPS + warp.group < TILES2) round_columns(warp, columns[slot], slot, pair);
@@ -354,36 +376,43 @@ __device__ __forceinline__ void load_h(const ComputeWarp& warp, const Place& pla
   meet(warp);
 }
 
-__device__ __forceinline__ void compute(Shared& shared, const Stretch& own, const Place* places, const u8* xq,
-                                        const float* xs, const H* h, const u32* counters) {
+__device__ __forceinline__ void compute(Shared& shared, const Place* places, const u8* xq,
+                                        const float* xs, const bf16* h, const u32* counters) {
+  const Stretch& own = shared.own;
   const int index = threadIdx.x / 32;
   ComputeWarp warp;
   warp.group = index / 4, warp.row_group = index % 4, warp.lane = threadIdx.x % 32;
-  warp.inputs = shared.inputs[warp.group];
-  warp.input_scales = shared.input_scales[warp.group];
-  // The shuffle tells the compiler that it is the same in all lanes.
-  warp.operand = __shfl_sync(0xFFFFFFFFu, (u32)product_operand(warp.inputs, HALF_BYTES, 128), 0);
   const u8* const tile = shared.ring[0] + warp.group * TILE_BYTES;
   const u8* const rows = tile + warp.row_group * ROW_GROUP_BYTES;
   warp.codes = fixed_address(rows + 16 * warp.lane);
   warp.scales = fixed_address(FP8 ? tile + 4 * ROW_GROUP_BYTES : rows + 1024 + warp.lane / 4 * 8);
-  warp.own_input_scales = fixed_address(warp.input_scales + warp.lane % 4 * 2);
   warp.full = fixed_address(shared.full), warp.empty = fixed_address(shared.empty);
+  use_buffer(shared, warp, 0);
   Ring ring, buffer;
+  const int panels1 = count(own.first), panels2 = count(own.second);
   int place = -1;
 #pragma unroll 1
-  for (int panel = own.begin1; panel < own.end1; panel++) {
+  for (int i = 0; i < panels1; i++) {
+    const int panel = panel_of(own.first, i);
     if (panel / PANELS1 != place) {
+      if (INPUT_BUFFERS == 1) meet(warp);
+      if (INPUT_BUFFERS == 1 || place < 0) start_x(shared, warp, warp.buffer, places[panel / PANELS1], xq, xs);
+      else use_buffer(shared, warp, warp.buffer ^ 1);
       place = panel / PANELS1;
-      load_x(shared, warp, places[place], xq, xs);
+      finish_x(warp);
+      const int next = i + min((place + 1) * PANELS1, end_of(own.first, i)) - panel;
+      if (INPUT_BUFFERS == 2 && next < panels1)
+        start_x(shared, warp, warp.buffer ^ 1, places[panel_of(own.first, next) / PANELS1], xq, xs);
     }
     compute_panel<TILES1>(shared, warp, ring, buffer);
   }
   place = -1;
 #pragma unroll 1
-  for (int panel = own.begin2; panel < own.end2; panel++) {
-    if (panel / PANELS2 != place) {
-      place = panel / PANELS2;
+  for (int i = 0; i < panels2; i++) {
+    const int next = panel_of(own.second, i) / PANELS2;
+    if (next != place) {
+      place = next;
+      if (INPUT_BUFFERS == 2) use_buffer(shared, warp, warp.buffer ^ 1);
       load_h(warp, places[place], h, counters + (&places[place] - shared.places));
     }
     compute_panel<TILES2>(shared, warp, ring, buffer);
@@ -407,16 +436,8 @@ __device__ __forceinline__ void collect(const Shared& shared, int buffer, int ro
 }
 
 // Two neighbouring parts of a row's choice.
-__device__ __forceinline__ float2 load_parts(const Part* from) {
-#if TAGGED
-  Tagged words[2];
-  for (;;) {
-    load_tagged(from, words[0], words[1]);
-    if (words[0].tag & words[1].tag) break;
-    pause(20);
-  }
-  return {bits_to_float(words[0].data), bits_to_float(words[1].data)};
-#elif defined(DSV4C_EMULATE)
+__device__ __forceinline__ float2 load_parts(const float* from) {
+#ifdef DSV4C_EMULATE
   return *(const float2*)from;
 #else
   float2 values;
@@ -427,7 +448,7 @@ __device__ __forceinline__ float2 load_parts(const Part* from) {
 
 // A row's sum over its choices, of the 64 columns that this panel is of: by the warp that finished the last of their
 // parts, in the order of the choices.
-__device__ __forceinline__ void sum_choices(int row, int panel, int lane, const Part* parts, float* out) {
+__device__ __forceinline__ void sum_choices(int row, int panel, int lane, const float* parts, float* out) {
   const int column = panel * PANEL_ROWS + 2 * lane;
   float2 values[CHOICES];
 #pragma unroll
@@ -442,69 +463,59 @@ __device__ __forceinline__ void sum_choices(int row, int panel, int lane, const 
 // Pair i of the 2 PARTS that a lane has sums of.
 __device__ __forceinline__ int pair_of(int i, int lane) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 
-// Two row groups of the first projection: their h, 16 columns from `column` on. With tags, a lane and the one of the next
-// row slot exchange halves, so that each has two neighbouring columns.
+// Two row groups of the first projection: their h, 16 columns from `column` on.
 __device__ __forceinline__ void finish_product(const Place& place, int column, int lane, const Sums (&sums)[2],
-                                               const float (&weights)[2 * PARTS], H* h) {
+                                               const float (&weights)[2 * PARTS], bf16* h) {
 #pragma unroll
   for (int i = 0; i < 2 * PARTS; i++) {
     bf16 products[2];
 #pragma unroll
     for (int j = 0; j < 2; j++)
       products[j] = to_bf16(gated(sums[j][i / 2 * 4 + i % 2], sums[j][i / 2 * 4 + 2 + i % 2]) * weights[i]);
-    H* const row = h + (i64)(place.first + pair_of(i, lane)) * H_WORDS;
-#if TAGGED
-    const bool odd = lane / 4 % 2;
-    const u32 other = __shfl_xor_sync(0xFFFFFFFFu, (u32)products[!odd].bits, 4), own = products[odd].bits;
-    if (pair_of(i, lane) < place.count)
-      store_tagged(row + (column + odd * 8 + lane / 8 * 2) / 2, odd ? own << 16 | other : other << 16 | own);
-#else
+    bf16* const row = h + (i64)(place.first + pair_of(i, lane)) * INNER;
     if (pair_of(i, lane) < place.count) row[column + lane / 4] = products[0], row[column + 8 + lane / 4] = products[1];
-#endif
   }
 }
-
-__device__ __forceinline__ void store_part(float* to, float value) { *to = value; }
-__device__ __forceinline__ void store_part(Tagged* to, float value) { store_tagged(to, float_to_bits(value)); }
 
 // A row group of the second projection: the parts of the rows of its pairs.
 __device__ __forceinline__ void finish_parts(const Place& place, const int* pairs, int row, int lane, const Sums& sums,
-                                             Part* parts) {
+                                             float* parts) {
 #pragma unroll
   for (int i = 0; i < 2 * PARTS; i++) {
     if (pair_of(i, lane) >= place.count) continue;
-    Part* const to = parts + (i64)pairs[place.first + pair_of(i, lane)] * HIDDEN + row + lane / 4;
-    store_part(to, sums[i / 2 * 4 + i % 2]);
-    store_part(to + 8, sums[i / 2 * 4 + 2 + i % 2]);
+    float* const to = parts + (i64)pairs[place.first + pair_of(i, lane)] * HIDDEN + row + lane / 4;
+    to[0] = sums[i / 2 * 4 + i % 2];
+    to[8] = sums[i / 2 * 4 + 2 + i % 2];
   }
 }
 
-// Counts the parts of a panel; who finds them complete for a row adds them up. Tagged parts may still be on their way.
-__device__ __forceinline__ void count_parts(const Place& place, const int* pairs, int panel, int lane, const Part* parts,
+// Counts the parts of a panel; who finds them complete for a row adds them up.
+__device__ __forceinline__ void count_parts(const Place& place, const int* pairs, int panel, int lane, const float* parts,
                                             u32* rows_done, float* out) {
   __syncwarp();
-  if (!TAGGED) global_fence();
+  global_fence();
   const int row = lane < place.count ? pairs[place.first + lane] / CHOICES : 0;
   bool last = false;
   if (lane < place.count) last = fetch_add(&rows_done[row * PANELS2 + panel], 1) == CHOICES - 1;
   u32 left = __ballot_sync(0xFFFFFFFFu, last);
-  if (left && !TAGGED) global_fence();
+  if (left) global_fence();
   for (; left; left &= left - 1)
     sum_choices(__shfl_sync(0xFFFFFFFFu, row, __ffs(left) - 1), panel, lane, parts, out);
 }
 
-__device__ __forceinline__ void finish(Shared& shared, const Stretch& own, const Place* places, const float* pair_weights,
-                                       H* h, Part* parts, u32* counters, float* out) {
+__device__ __forceinline__ void finish(Shared& shared, const Place* places, const float* pair_weights,
+                                       bf16* h, float* parts, u32* counters, float* out) {
+  const Stretch& own = shared.own;
   const int lane = threadIdx.x % 32, warp = (int)threadIdx.x / 32 - FIRST_FINISH_WARP;
-  const int panels1 = own.end1 - own.begin1, panels2 = own.end2 - own.begin2;
+  const int panels1 = count(own.first), panels = panels1 + count(own.second);
   int next = warp;  // counted through the block's panels of both projections
   u32 parity = 0;
   float weights[2 * PARTS];
   int of_place = -1;
 #pragma unroll 1
-  for (; next < panels1 + panels2; next += FINISH_WARPS, parity ^= 1) {
+  for (; next < panels; next += FINISH_WARPS, parity ^= 1) {
     const bool first = next < panels1;
-    const int panel = first ? own.begin1 + next : own.begin2 + next - panels1;
+    const int panel = first ? panel_of(own.first, next) : panel_of(own.second, next - panels1);
     const int number = panel / (first ? PANELS1 : PANELS2), own_panel = panel % (first ? PANELS1 : PANELS2);
     const Place& place = places[number];
     if (first && number != of_place) {
@@ -529,7 +540,7 @@ __device__ __forceinline__ void finish(Shared& shared, const Stretch& own, const
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.finished[warp]);
     if (!first) count_parts(place, shared.pairs, own_panel, lane, parts, counters + MOST_PLACES, out);
-    else if (!TAGGED && lane == 0) add_release(&counters[&place - shared.places], 1);
+    else if (lane == 0) add_release(&counters[&place - shared.places], 1);
   }
 }
 
@@ -540,7 +551,7 @@ experts_stream(const u8* xq, const float* xs, const float* pair_weights,
 #if GROUPS > 1
                const int* __restrict__ topology,
 #endif
-               const u8* __restrict__ experts, H* h, Part* parts, u32* counters, float* __restrict__ out,
+               const u8* __restrict__ experts, bf16* h, float* parts, u32* counters, float* __restrict__ out,
                const StepHeader* __restrict__ step) {
 #ifdef DSV4C_EMULATE
   u8* const memory = emulate::dynamic_shared;
@@ -568,15 +579,15 @@ experts_stream(const u8* xq, const float* xs, const float* pair_weights,
   const int first_place = GROUPS > 1 ? heads[group] : 0, places_hit = heads[group + 1] - first_place;
   for (int i = thread; i < MOST_PLACES; i += THREADS) *(int4*)&shared.places[i] = *(const int4*)&places[i];
   for (int i = thread; i < PAIRS; i += THREADS) shared.pairs[i] = list[i];
+  if (thread == 0) shared.own = stretch_of(places_hit, index, blocks);
   __syncthreads();
 
-  const Stretch stretch = stretch_of(places_hit, index, blocks);
   const Place* const own_places = shared.places + first_place;
   if (warp < COMPUTE_WARPS) {
-    compute(shared, stretch, own_places, xq, xs, h, counters);
+    compute(shared, own_places, xq, xs, h, counters);
   } else if (warp == COPY_WARP) {
-    if (thread % 32 == 0) copy_weights(shared, stretch, own_places, experts);
+    if (thread % 32 == 0) copy_weights(shared, own_places, experts);
   } else {
-    finish(shared, stretch, own_places, pair_weights, h, parts, counters, out);
+    finish(shared, own_places, pair_weights, h, parts, counters, out);
   }
 }

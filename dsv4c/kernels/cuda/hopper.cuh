@@ -5,16 +5,8 @@
 #include "dtype.cuh"
 #include "shared_address.cuh"
 
-// Data that tells whether it is there: written and read in one piece.
-struct __align__(8) Tagged {
-  u32 data;
-  u32 tag;  // 0 or 1
-};
-
 #ifdef DSV4C_EMULATE
 #include "hopper_emulated.h"
-inline void store_tagged(Tagged* to, u32 data) { *to = {data, 1}; }
-inline void load_tagged(const Tagged* from, Tagged& first, Tagged& second) { first = from[0], second = from[1]; }
 inline void global_fence() {}
 inline u32 fetch_add(u32* counter, u32 value) { return fetch_add_acq_rel(counter, value); }
 inline void barrier_arrive(SharedAddress barrier) { barrier_arrive((u64*)barrier); }
@@ -101,15 +93,6 @@ __device__ __forceinline__ u32 fetch_add_acq_rel(u32* counter, u32 value) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
   return before;
-}
-__device__ __forceinline__ void store_tagged(Tagged* to, u32 data) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)data | 1ull << 32) : "memory");
-}
-// Two words that lie one after the other, the first on a multiple of 16 bytes.
-__device__ __forceinline__ void load_tagged(const Tagged* from, Tagged& first, Tagged& second) {
-  u64 words[2];
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
-  first = {(u32)words[0], (u32)(words[0] >> 32)}, second = {(u32)words[1], (u32)(words[1] >> 32)};
 }
 // Between two looks at a counter.
 __device__ __forceinline__ void pause(int nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }

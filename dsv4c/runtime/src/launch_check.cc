@@ -199,7 +199,7 @@ bool is_block(const Launch& launch) {
 void check_call(const Plan& plan, size_t launch_index, const Bucket& bucket) {
   const Launch& launch = plan.launches[launch_index];
   const char* name = plan.text(launch.name);
-  if (launch.flags & ~static_cast<uint32_t>(kHead | kSample | kStage | kCooperative))
+  if (launch.flags & ~static_cast<uint32_t>(kHead | kSample | kStage | kCooperative | kProgrammatic))
     fail(DSV4C_FORMAT, "plan: launch %zu (%s) has unknown flags %u", launch_index, name, launch.flags);
   if (launch.arg_count > kMaxPointers)
     fail(DSV4C_FORMAT, "plan: launch %zu (%s) has %u arguments; a kernel takes at most %u", launch_index, name,
@@ -214,6 +214,10 @@ void check_call(const Plan& plan, size_t launch_index, const Bucket& bucket) {
   if (!is_block(launch) || launch.shared_bytes > kMaxSharedBytes)
     fail(DSV4C_FORMAT, "plan: launch %zu (%s) has blocks of %u x %u x %u threads with %u bytes of shared memory",
          launch_index, name, launch.block_x, launch.block_y, launch.block_z, launch.shared_bytes);
+  if ((launch.flags & kProgrammatic) &&
+      (launch_index == bucket.first_launch || !(plan.launches[launch_index - 1].flags & kStage)))
+    fail(DSV4C_FORMAT, "plan: launch %zu (%s) may overlap the call before it, which is none of its operator",
+         launch_index, name);
   if (!(launch.flags & kStage)) return;
   if (launch.output_count != 0)
     fail(DSV4C_FORMAT, "plan: launch %zu (%s) has outputs, but more calls of its operator follow", launch_index, name);

@@ -20,8 +20,6 @@ POISON = 0xFF  # NaN in every floating-point type here
 TARGET_SM_COUNTS = (132, 114)  # rows of the topology
 # What the lists' kernel writes for that of the experts; the rest of the scratch memory is the experts' own.
 LIST_NAMES = ("xq", "xs", "pair_weights", "list", "places", "heads", "counters")
-# What it clears besides where blocks hand over tagged words.
-TAGGED_NAMES = ("h", "parts")
 # Operands that come with the inputs or belong to a program.
 _GIVEN = ("x", "logits", "table", "token_ids", "out")
 

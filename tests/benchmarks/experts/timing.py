@@ -14,7 +14,7 @@ import torch
 
 from tests.benchmarks.experts.check import Inputs, make_inputs
 from tests.benchmarks.experts.manifest import Call, Variant
-from tests.benchmarks.experts.program import LIST_NAMES, TAGGED_NAMES, Layer, Program, load_tool
+from tests.benchmarks.experts.program import LIST_NAMES, Layer, Program, load_tool
 from tests.benchmarks.experts.records import record_bytes
 from tests.benchmarks.experts.rows import Reporter
 
@@ -152,10 +152,7 @@ class Timed:
         if program.variant.kind == "several":
             return
         # What the lists' kernel writes, for every launch anew; the rest of the scratch memory is shared, as in a step.
-        # Tagged words are cleared with the counters.
-        tagged = TAGGED_NAMES if program.variant.experts_call.constants.get("TAGGED") else ()
-        names = (*LIST_NAMES, *tagged)
-        size = {name: -(-program.region(name).nbytes // 256) * 256 for name in names}
+        size = {name: -(-program.region(name).nbytes // 256) * 256 for name in LIST_NAMES}
         self._lists = {
             name: torch.empty((len(several), n), dtype=torch.uint8, device="cuda") for name, n in size.items()
         }
@@ -168,8 +165,8 @@ class Timed:
             if not before:
                 program.fill_lists(program.list_contents(inputs.routing, inputs.x), own)
             experts.append(last)
-        cleared = [self._lists[name] for name in ("counters", *tagged)]
-        self.experts = prepare(lambda: [launch() for launch in experts], lambda: [each.zero_() for each in cleared])
+        counters = self._lists["counters"]
+        self.experts = prepare(lambda: [launch() for launch in experts], counters.zero_)
 
 
 def time_tokens(

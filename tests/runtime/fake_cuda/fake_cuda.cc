@@ -5,8 +5,8 @@
 // without a current context fail. An image is text that says which operator of the runtime an entry computes, with
 // everything but the pointers: what a real image has compiled in (see tests/runtime/hand_cuda_engine.py).
 //
-// FAKE_CUDA_CAPABILITY (9.0), FAKE_CUDA_SMS (132), FAKE_CUDA_MEMORY (bytes) and FAKE_CUDA_DEVICES (1) say what the
-// machine is; the fake_... functions at the end serve the tests.
+// FAKE_CUDA_VERSION (12040), FAKE_CUDA_CAPABILITY (9.0), FAKE_CUDA_SMS (132), FAKE_CUDA_MEMORY (bytes) and
+// FAKE_CUDA_DEVICES (1) say what the machine is; the fake_... functions at the end serve the tests.
 
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -91,6 +91,7 @@ using GraphExecObject = GraphObject;
 struct StreamObject {
   std::deque<Work> queue;
   GraphObject* capture = nullptr;
+  bool after_kernel = false;  // the last that was put into it is a kernel
 };
 
 struct EventObject {
@@ -180,6 +181,7 @@ Result enqueue(StreamObject* stream, Work work) {
     stream->capture->work.push_back(std::move(work));
   else
     stream->queue.push_back(std::move(work));
+  stream->after_kernel = false;
   return kOk;
 }
 
@@ -279,7 +281,9 @@ Result launch(FunctionObject* function, const unsigned* grid, const unsigned* bl
   if (static_cast<int>(shared) > function->dynamic_limit) return kInvalidValue;
   std::vector<DeviceAddress> parameters;
   for (size_t i = 0; i < function->parameters(); ++i) parameters.push_back(*static_cast<DeviceAddress*>(given[i]));
-  return enqueue(stream, [function, parameters] { return execute(*function, parameters); });
+  const Result result = enqueue(stream, [function, parameters] { return execute(*function, parameters); });
+  stream->after_kernel = true;
+  return result;
 }
 
 bool parse(std::istringstream& in, FunctionObject* function) {
@@ -325,6 +329,12 @@ API Result cuInit(unsigned) {
   machine.memory = std::strtoull(environment("FAKE_CUDA_MEMORY", "1073741824"), nullptr, 10);
   machine.devices = std::atoi(environment("FAKE_CUDA_DEVICES", "1"));
   return machine.devices > 0 ? kOk : kNoDevice;
+}
+
+API Result cuDriverGetVersion(int* version) {
+  ENTER(cuDriverGetVersion);
+  *version = std::atoi(environment("FAKE_CUDA_VERSION", "12040"));
+  return kOk;
 }
 
 API Result cuGetErrorName(Result result, const char** text) {
@@ -644,6 +654,7 @@ API Result cuLaunchKernel(FunctionObject* function, unsigned grid_x, unsigned gr
 }
 API Result cuLaunchKernelEx(const LaunchConfig* config, FunctionObject* function, void** parameters, void**) {
   ENTER_CONTEXT(cuLaunchKernelEx);
+  auto* const stream = reinterpret_cast<StreamObject*>(config->stream);
   for (unsigned i = 0; i < config->attribute_count; ++i) {
     const auto& attribute = config->attributes[i];
     if (attribute.id == 2 && attribute.value.cooperative == 1) {
@@ -651,12 +662,14 @@ API Result cuLaunchKernelEx(const LaunchConfig* config, FunctionObject* function
       if (config->grid[0] > static_cast<unsigned>(machine.sms)) return kTooLarge;
     } else if (attribute.id == 4 && config->grid[0] % attribute.value.cluster[0] == 0) {
       ++launches["cluster"];
+    } else if (attribute.id == 6 && attribute.value.programmatic_serialization_allowed == 1 && stream->after_kernel) {
+      // A driver takes it behind anything; the runtime means the kernel before.
+      ++launches[stream->capture ? "programmatic in a graph" : "programmatic"];
     } else {
       return kInvalidValue;
     }
   }
-  return launch(function, config->grid, config->block, config->shared_bytes,
-                reinterpret_cast<StreamObject*>(config->stream), parameters);
+  return launch(function, config->grid, config->block, config->shared_bytes, stream, parameters);
 }
 
 // For the tests.

@@ -181,7 +181,7 @@ void CudaExecutor::launch(const Launch& launch, const Step& step) const {
   for (DeviceAddress& value : values) parameters.push_back(&value);
 
   const FunctionHandle function = backend_.images().function(launch.kernel);
-  LaunchAttribute attributes[2] = {};
+  LaunchAttribute attributes[3] = {};
   unsigned count = 0;
   if (launch.flags & kCooperative) {
     attributes[count].id = kAttributeCooperative;
@@ -192,6 +192,10 @@ void CudaExecutor::launch(const Launch& launch, const Step& step) const {
     unsigned* size = attributes[count++].value.cluster;
     size[0] = launch.cluster;
     size[1] = size[2] = 1;
+  }
+  if ((launch.flags & kProgrammatic) && driver_.version >= kProgrammaticVersion) {
+    attributes[count].id = kAttributeProgrammaticStreamSerialization;
+    attributes[count++].value.programmatic_serialization_allowed = 1;
   }
   Result result;
   if (count == 0) {

@@ -34,6 +34,7 @@ void find_functions(const Symbols& symbols, Driver& d) {
   symbols.find(d.get_error_name, "cuGetErrorName");
   symbols.find(d.get_error_string, "cuGetErrorString");
   symbols.find(d.init, "cuInit");
+  symbols.find(d.get_version, "cuDriverGetVersion");
   symbols.find(d.device_get_count, "cuDeviceGetCount");
   symbols.find(d.device_get, "cuDeviceGet");
   symbols.find(d.device_get_name, "cuDeviceGetName");
@@ -108,6 +109,7 @@ const Driver& load_driver(const char* arch) {
     fail(DSV4C_UNSUPPORTED, "engine for %s needs an NVIDIA GPU: %s: %s, from cuInit", arch,
          describe(driver.get_error_name, result, "unknown error"),
          describe(driver.get_error_string, result, "no description"));
+  driver.check(driver.get_version(&driver.version), "asking the driver for its version");
   loaded = true;
   return driver;
 }

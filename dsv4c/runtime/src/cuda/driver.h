@@ -41,7 +41,11 @@ constexpr unsigned kEventRecordExternal = 1;
 constexpr unsigned kHostAllocPortable = 1;
 constexpr int kCaptureThreadLocal = 1;
 
-enum LaunchAttributeId : int { kAttributeCooperative = 2, kAttributeClusterDimension = 4 };
+enum LaunchAttributeId : int {
+  kAttributeCooperative = 2,
+  kAttributeClusterDimension = 4,
+  kAttributeProgrammaticStreamSerialization = 6,
+};
 
 struct LaunchAttribute {
   int id;
@@ -49,6 +53,7 @@ struct LaunchAttribute {
   union {
     char bytes[64];
     int cooperative;
+    int programmatic_serialization_allowed;
     unsigned cluster[3];
   } value;
 };
@@ -64,11 +69,16 @@ struct LaunchConfig {
 };
 static_assert(sizeof(LaunchConfig) == 56);
 
+// Of drivers since which programmatic launches can be captured into graphs (CUDA 12.3); before it, such a launch waits
+// for the one before it as any other.
+constexpr int kProgrammaticVersion = 12030;
+
 // Functions of libcuda.so.1. Those that came with a later driver than the oldest supported one may be null.
 struct Driver {
   Result (*get_error_name)(Result, const char**);
   Result (*get_error_string)(Result, const char**);
   Result (*init)(unsigned flags);
+  Result (*get_version)(int*);
   Result (*device_get_count)(int*);
   Result (*device_get)(int* device, int ordinal);
   Result (*device_get_name)(char* name, int size, int device);
@@ -112,6 +122,8 @@ struct Driver {
   Result (*graph_launch)(GraphExecHandle, StreamHandle);
   Result (*graph_exec_destroy)(GraphExecHandle);
   Result (*graph_destroy)(GraphHandle);
+
+  int version = 0;  // of CUDA that the driver came with: 1000 * major + 10 * minor
 
   // Throws the error's name and text, then `where`.
   void check(Result result, const char* where) const;

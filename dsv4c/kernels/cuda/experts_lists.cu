@@ -1,0 +1,268 @@
+// placed_experts, before its experts: the router, the lists of pairs by expert, x in e4m3, counters at zero. With few
+// rows one launch does it all (PART 0): its first block routes and makes the lists, the others round x. With more, a
+// block a row routes and rounds (PART 1), and one block of the next launch makes the lists (PART 2). Macros:
+//   PART                      0 experts_lists, 1 experts_rows, 2 experts_places
+//   X_ROWS                    rows of the bucket
+//   HIDDEN, X_STRIDE, VECTOR  x bf16 [T, HIDDEN], elements between rows; 1: 16 bytes of it can be loaded at once
+//   EXPERTS, LOGITS_STRIDE    logits float [T, EXPERTS]
+//   CHOICES, SCALE            experts of a row, what its weights add up to
+//   BIASED, CHOICE_TYPE       1: by score, `by` is a bias [EXPERTS] of that type
+//                             0: by token id, `by` is a table i64 [V, CHOICES], token_ids int [T]
+//   TILE, GROUPS, COUNTED, MORE_COUNTERS  of the lists (place_lists.cuh)
+//   ROW_COUNTERS              counters of a row, HIDDEN / 64 or none
+//   THREADS                   of a block
+// Results:
+//   weights float [T, CHOICES], list int [P], places int4 [PLACES], heads int [GROUPS + 1] (place_lists.cuh)
+//   xq e4m3 [T, HIDDEN]       of 32 columns, byte p < 16 is column 8 * (p / 4) + p % 4, byte 16 + p the one 4 behind it
+//   xs float [T, HIDDEN/128]  their scales, powers of two
+//   counters u32 [PLACES + MORE_COUNTERS + T * ROW_COUNTERS]: 0, those of the places and rows of this step
+// `topology` is a parameter where there are groups, `counts` u32 [EXPERTS] where pairs are counted.
+#include "hopper.cuh"
+#include "place_lists.cuh"
+#include "quantize.cuh"
+#include "routing.cuh"
+#include "step.cuh"
+
+#if PART != 2
+constexpr int OCTETS = HIDDEN / 8;      // of a row: a thread rounds eight columns
+constexpr int SCALE_OCTETS = 128 / 8;   // that share a scale
+constexpr int COUNTER_OCTETS = 64 / 8;  // and a counter
+static_assert(HIDDEN % 128 == 0 && CHOICES <= LANES && (ROW_COUNTERS == 0 || ROW_COUNTERS == HIDDEN / 64));
+
+struct __align__(16) Octet {
+  bf16 values[8];
+};
+
+__device__ __forceinline__ Octet load_octet(const bf16* x) {
+#if VECTOR
+  const uint4 bits = *(const uint4*)x;
+  return *(const Octet*)&bits;
+#else
+  Octet octet;
+#pragma unroll
+  for (int i = 0; i < 8; i++) octet.values[i] = x[i];
+  return octet;
+#endif
+}
+
+struct Rounded {
+  u8* xq;
+  float* xs;
+  u32* counters;  // of rows
+};
+
+// Octet `index` of all rows, with the other lanes of its 128 columns: all lanes come, `valid` ones have rows of the step.
+__device__ __forceinline__ void round_octet(const Octet& octet, int index, bool valid, const Rounded& to) {
+  float amax = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i++) amax = fmaxf(amax, fabsf(to_float(octet.values[i])));
+  const float scale = fp8_scale(warp_max<SCALE_OCTETS>(amax));
+  const float inverse = inverse_power(scale);
+  u32 codes[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float value = fminf(fmaxf(to_float(octet.values[i]) * inverse, -448.0f), 448.0f);
+    codes[i / 4] |= (u32)to_e4m3(value).bits << 8 * (i % 4);
+  }
+  if (!valid) return;
+  u32* const at = (u32*)(to.xq + (i64)(index / 4) * 32 + index % 4 * 4);
+  at[0] = codes[0];
+  at[4] = codes[1];
+  if (index % SCALE_OCTETS == 0) to.xs[index / SCALE_OCTETS] = scale;
+  if (ROW_COUNTERS && index % COUNTER_OCTETS == 0) to.counters[index / COUNTER_OCTETS] = 0;
+}
+
+struct Router {
+  const float* logits;
+  const CHOICE_TYPE* by;
+#if !BIASED
+  const int* token_ids;
+#endif
+};
+#if BIASED
+#define ROUTER {logits, by}
+#else
+#define ROUTER {logits, by, token_ids}
+#endif
+
+// Experts of some rows before the choice, in shared memory.
+struct Candidates {
+  u32* keys;      // that they are chosen by; BIASED only
+  float* values;  // that their weights come from: BIASED scores, else logits
+};
+
+// The candidates of Rows rows from `first_row` on, first a thread's part in registers. Rows up to X_ROWS can be read;
+// what is beyond those of the step is of no use.
+template <int Rows>
+struct Staging {
+  static constexpr int COUNT = Rows * EXPERTS, OWN = (COUNT + THREADS - 1) / THREADS;
+  float logits[OWN], biases[OWN];
+
+  __device__ __forceinline__ Staging(const Router& router, int first_row) {
+#pragma unroll
+    for (int own = 0; own < OWN; own++) {
+      const int index = min(own * THREADS + (int)threadIdx.x, COUNT - 1);
+      logits[own] = router.logits[(i64)(first_row + index / EXPERTS) * LOGITS_STRIDE + index % EXPERTS];
+#if BIASED
+      biases[own] = to_float(router.by[index % EXPERTS]);
+#else
+      biases[own] = 0;
+#endif
+    }
+    // All loads are to be under way before the first value is waited for.
+#pragma unroll
+    for (int own = 0; own < OWN; own++) keep(logits[own]), keep(biases[own]);
+  }
+
+  __device__ __forceinline__ void write(const Candidates& to) const {
+#pragma unroll
+    for (int own = 0; own < OWN; own++) {
+      const int index = own * THREADS + (int)threadIdx.x;
+      if (index >= COUNT) break;
+      const float value = BIASED ? score_of(logits[own]) : logits[own];
+      to.values[index] = value;
+      if (BIASED) to.keys[index] = ordered(value + biases[own]);
+    }
+  }
+};
+
+// A warp routes a row of the step: its experts and their scores go to shared memory.
+__device__ __forceinline__ void route_row(const Router& router, int row, const Candidates& of, int* chosen,
+                                          float* scores, float* weights) {
+  const int lane = (int)threadIdx.x % LANES;
+#if BIASED
+  ExpertRanking<EXPERTS> ranking([&](int expert) { return of.keys[expert]; });
+#pragma unroll 1
+  for (int choice = 0; choice < CHOICES; choice++) {
+    int expert;
+    if (!ranking.take(expert)) continue;
+    chosen[choice] = expert;
+    scores[choice] = of.values[expert];
+  }
+#else
+  if (lane < CHOICES) {
+    const int expert = (int)router.by[(i64)router.token_ids[row] * CHOICES + lane];
+    chosen[lane] = expert;
+    scores[lane] = score_of(of.values[expert]);
+  }
+#endif
+  __syncwarp();
+  if (lane < CHOICES) weights[(i64)row * CHOICES + lane] = weight_of<CHOICES>(scores, lane, (float)SCALE);
+}
+#endif
+
+#if PART != 1
+static_assert(EXPERTS <= THREADS && GROUPS + 1 <= THREADS && THREADS % LANES == 0);  // place_lists.cuh
+#endif
+
+#if PART == 0
+// Dynamic shared memory: keys and values of the candidates of all rows, then the histograms.
+constexpr int CANDIDATES = X_ROWS * EXPERTS;
+static_assert(X_ROWS <= THREADS / LANES);
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+experts_lists(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ by,
+#if !BIASED
+              const int* __restrict__ token_ids,
+#endif
+              const bf16* __restrict__ x,
+#if GROUPS > 1
+              const int* __restrict__ topology,
+#endif
+              float* __restrict__ weights, int* __restrict__ list, Place* __restrict__ places, int* __restrict__ heads,
+              u8* __restrict__ xq, float* __restrict__ xs, u32* __restrict__ counters,
+#if COUNTED
+              u32* __restrict__ counts,
+#endif
+              const StepHeader* __restrict__ step) {
+  launch_dependents();
+  const int thread = (int)threadIdx.x;
+  // A bucket of one row has one: the token id need not wait for the step.
+  const int rows = X_ROWS == 1 ? 1 : step->tokens;
+  if (blockIdx.x > 0) {
+    const int index = ((int)blockIdx.x - 1) * THREADS + thread, row = index / OCTETS;
+    Octet octet = {};
+    if (row < X_ROWS) octet = load_octet(x + (i64)row * X_STRIDE + index % OCTETS * 8);
+    round_octet(octet, index, row < rows, {xq, xs, counters + PLACES + MORE_COUNTERS});
+    return;
+  }
+  DYNAMIC_SHARED(shared);
+  __shared__ int chosen[PAIRS];
+  __shared__ float scores[PAIRS];
+  const Candidates candidates = {(u32*)shared, (float*)shared + CANDIDATES};
+  u32* const histograms = (u32*)shared + 2 * CANDIDATES;
+  const Router router = ROUTER;
+  const Rank rank(TOPOLOGY);
+  Staging<X_ROWS>(router, 0).write(candidates);
+  clear_histograms(histograms);
+  __syncthreads();
+  const int row = thread / LANES;
+  if (row < rows) {
+    const Candidates own = {candidates.keys + row * EXPERTS, candidates.values + row * EXPERTS};
+    route_row(router, row, own, chosen + row * CHOICES, scores + row * CHOICES, weights);
+  }
+  __syncthreads();
+  list_places(chosen, rows * CHOICES, rank, histograms, {list, places, heads, counters, COUNTS});
+}
+#endif
+
+#if PART == 1
+extern "C" __global__ void __launch_bounds__(THREADS)
+experts_rows(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ by,
+#if !BIASED
+             const int* __restrict__ token_ids,
+#endif
+             const bf16* __restrict__ x, int* __restrict__ ids, float* __restrict__ weights, u8* __restrict__ xq,
+             float* __restrict__ xs, u32* __restrict__ counters, const StepHeader* __restrict__ step) {
+  launch_dependents();
+  __shared__ __align__(16) u32 keys[EXPERTS];
+  __shared__ float values[EXPERTS];
+  __shared__ int chosen[CHOICES];
+  __shared__ float scores[CHOICES];
+  const int thread = (int)threadIdx.x, row = (int)blockIdx.x;
+  const bool valid = row < step->tokens;
+  const Router router = ROUTER;
+  const Staging<1> staging(router, row);
+  constexpr int OWN_OCTETS = (OCTETS + THREADS - 1) / THREADS;
+  Octet octets[OWN_OCTETS] = {};
+#pragma unroll
+  for (int i = 0; i < OWN_OCTETS; i++) {
+    const int own = i * THREADS + thread;
+    if (own < OCTETS) octets[i] = load_octet(x + (i64)row * X_STRIDE + own * 8);
+  }
+#pragma unroll
+  for (int i = 0; i < OWN_OCTETS; i++) {
+    const int own = i * THREADS + thread;
+    round_octet(octets[i], row * OCTETS + own, valid && own < OCTETS, {xq, xs, counters + PLACES + MORE_COUNTERS});
+  }
+  staging.write({keys, values});
+  __syncthreads();
+  if (!valid || thread >= LANES) return;
+  route_row(router, row, {keys, values}, chosen, scores, weights);
+  if (thread < CHOICES) ids[(i64)row * CHOICES + thread] = chosen[thread];
+}
+#endif
+
+#if PART == 2
+// `ids` without __restrict__: they come from a launch that may still be under way, so that they must not be read early.
+extern "C" __global__ void __launch_bounds__(THREADS)
+experts_places(const int* ids,
+#if GROUPS > 1
+               const int* __restrict__ topology,
+#endif
+               int* __restrict__ list, Place* __restrict__ places, int* __restrict__ heads, u32* __restrict__ counters,
+#if COUNTED
+               u32* __restrict__ counts,
+#endif
+               const StepHeader* __restrict__ step) {
+  launch_dependents();
+  DYNAMIC_SHARED(shared);
+  u32* const histograms = (u32*)shared;
+  const Rank rank(TOPOLOGY);
+  const int pairs = step->tokens * CHOICES;
+  clear_histograms(histograms);
+  __syncthreads();
+  wait_for_launch_before();
+  list_places(ids, pairs, rank, histograms, {list, places, heads, counters, COUNTS});
+}
+#endif

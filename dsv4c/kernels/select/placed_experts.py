@@ -1,0 +1,323 @@
+"""Selector of `placed_experts`: the router and its lists (`cuda/experts_lists.cu`), then all experts in one launch.
+
+Steps of few rows stream the weights (`cuda/experts_stream.cu`), larger ones multiply by tiles of rows
+(`cuda/experts_grouped.cu`). That launch starts while the lists are being made and waits for them.
+"""
+
+from dataclasses import dataclass, replace
+
+from dsv4c.checkpoint.expert_packing import TILE_BYTES
+from dsv4c.checkpoint.formats import Encoding
+from dsv4c.errors import PlanError
+from dsv4c.graph.topology import TopologyKind, group_count
+from dsv4c.kernels.select.selection import (
+    Selection,
+    Selector,
+    ceil_div,
+    cuda_type,
+    cuda_variant,
+    float_arg,
+    int_arg,
+    optional_tensor,
+    tensor_arg,
+)
+from dsv4c.plan.execution_plan import KernelCall, Launch, TensorRef
+from dsv4c.step_abi import DType
+
+# Rows that one block routes while the others round them: with more, it would be the last.
+ONE_LAUNCH_ROWS = 16
+ROW_THREADS = 256  # that route a row; also the fewest that make lists
+PLACE_INTS = 4  # of a Place in cuda/experts_packed.cuh
+
+# Buckets of more rows multiply by tiles.
+STREAM_ROWS = 256
+STREAM_THREADS = 640
+STRETCH_BYTES = 32  # of a Stretch in cuda/experts_stream.cu
+STREAM_SLOTS = 4  # of the ring of weights: more are slower
+STREAM_BUFFERS = 3  # of sums
+
+Macros = dict[str, int | float | str]
+
+
+@dataclass(frozen=True)
+class _Operands:
+    x: TensorRef
+    logits: TensorRef
+    bias: TensorRef | None
+    table: TensorRef | None
+    token_ids: TensorRef | None
+    experts: TensorRef
+    topology: TensorRef | None  # of this SM count
+    out: TensorRef
+    inner: int
+    choices: int
+    scale: float
+    limit: float
+    groups: int
+
+    @property
+    def count(self) -> int:
+        return self.logits.sizes[1]
+
+    @property
+    def hidden(self) -> int:
+        return self.x.sizes[1]
+
+    @property
+    def fp8(self) -> bool:
+        return self.experts.dtype is DType.F8E4M3
+
+    @property
+    def topologies(self) -> tuple[TensorRef, ...]:
+        """As an argument, of kernels for several groups."""
+        return (self.topology,) if self.topology is not None and self.groups > 1 else ()
+
+    def places(self, pairs: int, tile: int) -> int:
+        """The most places that pairs can make: one an expert hit, and one more for each full tile beyond."""
+        hit = min(self.count, pairs)
+        return hit + (pairs - hit) // tile
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """What the first calls leave in scratch."""
+
+    tile: int  # pairs of a place
+    weights: TensorRef
+    pairs: TensorRef
+    places: TensorRef
+    heads: TensorRef
+    xq: TensorRef
+    xs: TensorRef
+    row_counters: int  # of a row
+    more_counters: int  # behind those of the places
+    counters: TensorRef
+
+
+def select_placed_experts(launch: Launch, selection: Selection) -> list[KernelCall]:
+    operands = _operands(launch, selection)
+    streams = selection.tokens <= STREAM_ROWS
+    tile, slots = _stream_shape(operands, selection) if streams else (_grouped_tile(operands, selection.tokens), 0)
+    lists = _lists(operands, selection, tile, streams)
+    first = _routing(operands, lists, selection)
+    last = _stream(operands, lists, selection, slots) if streams else _grouped(operands, lists, selection)
+    return [*first, last]
+
+
+SELECTORS: dict[str, Selector] = {"placed_experts": select_placed_experts}
+
+
+def _operands(launch: Launch, selection: Selection) -> _Operands:
+    topology = optional_tensor(launch, 6)
+    logits = tensor_arg(launch, 1)
+    kind: TopologyKind = "striped" if topology is None else "pinned"  # `traced` has the groups of `pinned`
+    operands = _Operands(
+        x=tensor_arg(launch, 0),
+        logits=logits,
+        bias=optional_tensor(launch, 2),
+        table=optional_tensor(launch, 3),
+        token_ids=optional_tensor(launch, 4),
+        experts=tensor_arg(launch, 5),
+        topology=None if topology is None else _row(topology, selection),
+        out=launch.outputs[0],
+        inner=int_arg(launch, 7),
+        choices=int_arg(launch, 8),
+        scale=float_arg(launch, 9),
+        limit=float_arg(launch, 10),
+        groups=group_count(kind, logits.sizes[1], selection.sm_count, int_arg(launch, 11)),
+    )
+    # What the pass that makes the operator has checked.
+    assert operands.x.dtype is DType.BF16 and logits.dtype is DType.F32, launch.name
+    assert (operands.bias is None) == (operands.table is not None) == (operands.token_ids is not None), launch.name
+    assert operands.hidden % 128 == operands.inner % 128 == 0, launch.name
+    assert operands.count <= 512 and operands.choices <= min(16, operands.count), launch.name
+    assert operands.out.offset % 16 == operands.out.strides[0] % 4 == 0, launch.name
+    assert operands.experts.offset % 16 == operands.experts.strides[0] % 16 == 0, launch.name
+    return operands
+
+
+def _row(topologies: TensorRef, selection: Selection) -> TensorRef:
+    """The table for the SM count in hand, among those of the target's."""
+    counts = selection.target.sm_counts
+    row = counts.index(selection.sm_count) if topologies.sizes[0] > 1 else 0
+    start = row * topologies.strides[0] * topologies.dtype.size_bytes
+    return replace(
+        topologies,
+        offset=topologies.offset + start,
+        sizes=topologies.sizes[1:],
+        strides=topologies.strides[1:],
+        dims=topologies.dims[1:],
+    )
+
+
+def _lists(operands: _Operands, selection: Selection, tile: int, streams: bool) -> _Lists:
+    tokens, hidden = selection.tokens, operands.hidden
+    pairs = tokens * operands.choices
+    places = operands.places(pairs, tile)
+    # Behind the places' counters, `experts_stream` has one for each 64 columns of a row of the result;
+    # `experts_grouped` has one for each group of SMs and for each 256 columns of the result.
+    row_counters, more_counters = (hidden // 64, 0) if streams else (0, operands.groups + ceil_div(hidden, 256))
+    return _Lists(
+        tile=tile,
+        weights=selection.scratch(DType.F32, tokens, operands.choices),
+        pairs=selection.scratch(DType.I32, pairs),
+        places=selection.scratch(DType.I32, places, PLACE_INTS),
+        heads=selection.scratch(DType.I32, operands.groups + 1),
+        xq=selection.scratch(DType.F8E4M3, tokens, hidden),
+        xs=selection.scratch(DType.F32, tokens, hidden // 128),
+        row_counters=row_counters,
+        more_counters=more_counters,
+        counters=selection.scratch(DType.I32, places + more_counters + tokens * row_counters),
+    )
+
+
+def _routing(operands: _Operands, lists: _Lists, selection: Selection) -> list[KernelCall]:
+    """The calls that fill `lists`: one, or with many rows two."""
+    tokens, x = selection.tokens, operands.x
+    by = operands.bias or operands.table
+    assert by is not None
+    router = (operands.logits, by, *([operands.token_ids] if operands.token_ids else []), x)
+    rounded = (lists.xq, lists.xs, lists.counters)
+    macros: Macros = {
+        "X_ROWS": tokens,
+        "HIDDEN": operands.hidden,
+        "X_STRIDE": x.strides[0],
+        "VECTOR": int(x.offset % 16 == x.strides[0] % 8 == 0),
+        "EXPERTS": operands.count,
+        "LOGITS_STRIDE": operands.logits.strides[0],
+        "CHOICES": operands.choices,
+        "SCALE": operands.scale,
+        "BIASED": int(operands.bias is not None),
+        "CHOICE_TYPE": cuda_type(by),
+        "TILE": lists.tile,
+        "GROUPS": operands.groups,
+        "COUNTED": 0,
+        "ROW_COUNTERS": lists.row_counters,
+        "MORE_COUNTERS": lists.more_counters,
+    }
+    # Whoever makes the lists has a thread for every expert, and a warp for 32 pairs while there are some.
+    threads = max(ROW_THREADS, _round_up(operands.count, 32))
+    if tokens <= ONE_LAUNCH_ROWS:
+        threads = min(1024, max(threads, 256 * tokens))
+        octets = tokens * operands.hidden // 8
+        variant = cuda_variant("experts_lists", "experts_lists", PART=0, THREADS=threads, **macros)
+        shared_bytes = 8 * tokens * operands.count + _histogram_bytes(operands, tokens, threads)
+        args = (
+            *router,
+            *operands.topologies,
+            *(lists.weights, lists.pairs, lists.places, lists.heads),
+            *rounded,
+        )
+        return [KernelCall(variant, (1 + ceil_div(octets, threads), 1, 1), threads, args, shared_bytes)]
+    threads = min(1024, max(threads, _round_up(tokens * operands.choices, 32)))
+    ids = selection.scratch(DType.I32, tokens, operands.choices)
+    rows = cuda_variant("experts_lists", "experts_rows", PART=1, THREADS=ROW_THREADS, **macros)
+    places = cuda_variant("experts_lists", "experts_places", PART=2, THREADS=threads, **macros)
+    args = (ids, *operands.topologies, lists.pairs, lists.places, lists.heads, lists.counters)
+    shared_bytes = _histogram_bytes(operands, tokens, threads)
+    return [
+        KernelCall(rows, (tokens, 1, 1), ROW_THREADS, (*router, ids, lists.weights, *rounded)),
+        KernelCall(places, (1, 1, 1), threads, args, shared_bytes, programmatic=True),
+    ]
+
+
+def _histogram_bytes(operands: _Operands, tokens: int, threads: int) -> int:
+    """HISTOGRAM_BYTES of cuda/place_lists.cuh."""
+    return min(threads // 32, ceil_div(tokens * operands.choices, 32)) * operands.count * 4
+
+
+def _expert_macros(operands: _Operands, lists: _Lists, selection: Selection) -> Macros:
+    return {
+        "FP8": int(operands.fp8),
+        "HIDDEN": operands.hidden,
+        "INNER": operands.inner,
+        "EXPERTS": operands.count,
+        "CHOICES": operands.choices,
+        "RECORD_BYTES": operands.experts.strides[0],
+        "LIMIT": operands.limit,
+        "SMS": selection.sm_count,
+        "GROUPS": operands.groups,
+        "TILE": lists.tile,
+        "ROWS": selection.tokens,
+        "OUT_STRIDE": operands.out.strides[0],
+    }
+
+
+def _expert_args(operands: _Operands, lists: _Lists) -> tuple[TensorRef, ...]:
+    """The arguments that both kernels begin with."""
+    read = (lists.xq, lists.xs, lists.weights, lists.pairs, lists.places, lists.heads)
+    return (*read, *operands.topologies, operands.experts)
+
+
+def _stream(operands: _Operands, lists: _Lists, selection: Selection, slots: int) -> KernelCall:
+    pairs = selection.tokens * operands.choices
+    h = selection.scratch(DType.BF16, pairs, operands.inner)
+    parts = selection.scratch(DType.F32, pairs, operands.hidden)
+    shared_bytes = _stream_bytes(operands, selection, lists.tile, slots)
+    macros = _expert_macros(operands, lists, selection)
+    macros |= {"SLOTS": slots, "SHARED_BYTES": shared_bytes, "INPUT_BUFFERS": 1}
+    variant = cuda_variant("experts_stream", "experts_stream", **macros)
+    args = (*_expert_args(operands, lists), h, parts, lists.counters, operands.out)
+    grid = (selection.sm_count, 1, 1)
+    return KernelCall(variant, grid, STREAM_THREADS, args, shared_bytes, programmatic=True)
+
+
+def _stream_shape(operands: _Operands, selection: Selection) -> tuple[int, int]:
+    """(pairs of a place, slots of the ring): places of 16 where experts have more than 8 pairs, if memory allows."""
+    for tile in (16, 8) if selection.tokens > 128 else (8,):
+        for slots in (STREAM_SLOTS, STREAM_SLOTS - 1, 2):
+            if _stream_bytes(operands, selection, tile, slots) <= selection.target.smem_per_block:
+                return tile, slots
+    raise PlanError(
+        f"experts of {operands.hidden} and {operands.inner} columns do not fit in the shared memory of a block",
+        hint='use the kernels of several launches: `[experts] layout = "checkpoint"` in the recipe',
+    )
+
+
+def _stream_bytes(operands: _Operands, selection: Selection, tile: int, slots: int) -> int:
+    """The size of `Shared` in cuda/experts_stream.cu, which compares it."""
+    columns = ceil_div(max(operands.hidden, operands.inner), 512)
+    pairs = selection.tokens * operands.choices
+    inputs = 4 * columns * tile * (128 + 4)
+    sums = STREAM_BUFFERS * 16 * (tile // 8) * 512
+    lists = operands.places(pairs, tile) * 16 + pairs * 4 + STRETCH_BYTES
+    barriers = 2 * (slots + STREAM_BUFFERS)
+    used = slots * 4 * _tile_bytes(operands) + inputs + sums + lists
+    return _round_up(_round_up(used, 8) + 8 * barriers, 16)
+
+
+def _grouped_tile(operands: _Operands, tokens: int) -> int:
+    """About the pairs that an expert gets."""
+    average = tokens * operands.choices / operands.count
+    return 32 if average <= 12 else 64 if average <= 40 else 128
+
+
+def _grouped(operands: _Operands, lists: _Lists, selection: Selection) -> KernelCall:
+    pairs = selection.tokens * operands.choices
+    h = selection.scratch(DType.F8E4M3, pairs, operands.inner)
+    h_scales = selection.scratch(DType.F32, pairs, operands.inner // 128)
+    parts = selection.scratch(DType.F32, pairs, operands.hidden)
+    shared_bytes = _grouped_bytes(operands, lists.tile)
+    macros = _expert_macros(operands, lists, selection)
+    variant = cuda_variant("experts_grouped", "experts_grouped", SHARED_BYTES=shared_bytes, **macros)
+    args = (*_expert_args(operands, lists), h, h_scales, parts, lists.counters, operands.out)
+    threads = 384 if lists.tile > 64 else 640
+    return KernelCall(variant, (selection.sm_count, 1, 1), threads, args, shared_bytes, programmatic=True)
+
+
+def _grouped_bytes(operands: _Operands, tile: int) -> int:
+    """The size of `Shared` in cuda/experts_grouped.cuh, which compares it."""
+    stages = 4 if operands.fp8 else 5 if tile > 64 else 6
+    stage = 8 * 16 * tile + 4 * _tile_bytes(operands) + 4 * (tile // 4 + 4) * 4
+    units = 2 * (32 + 3 * 4 * tile)
+    rounded = 8 * (16 * tile + 16) + 16 * tile * 2 + tile * 4
+    return _round_up(stages * _round_up(stage, 128) + units + rounded + 8 * (2 * stages + 4), 128)
+
+
+def _tile_bytes(operands: _Operands) -> int:
+    """64 rows and 128 columns of packed weights."""
+    return TILE_BYTES[Encoding.FP8_BLOCK if operands.fp8 else Encoding.FP4_GROUP]
+
+
+def _round_up(size: int, unit: int) -> int:
+    return ceil_div(size, unit) * unit

@@ -1,0 +1,232 @@
+"""What the first calls of placed_experts hand over: the router's weights, lists by expert, rounded inputs, zeros."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4c.graph.ops import fp8_rounded
+from dsv4c.graph.topology import ExpertShapes, Topology, TopologyKind, place
+from dsv4c.plan.execution_plan import KernelCall, TensorRef
+from dsv4c.step_abi import DType
+from tests.kernels.runner import run_first_calls
+from tests.kernels.step_memory import view
+
+HIDDEN, INNER, VOCAB = 256, 128, 40
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Case:
+    """Operands of placed_experts; the experts are never read."""
+
+    x: Tensor
+    logits: Tensor
+    bias: Tensor | None
+    table: Tensor | None
+    token_ids: Tensor | None
+    topology: Tensor | None
+    choices: int
+    group_sms: int
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        experts = torch.zeros((self.logits.shape[1], 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        router = (self.x, self.logits, self.bias, self.table, self.token_ids)
+        return *router, experts, self.topology, INNER, self.choices, 1.5, 10.0, self.group_sms
+
+    def routed(self) -> tuple[Tensor, Tensor]:
+        if self.bias is not None:
+            return torch.ops.dsv4.route_topk(self.logits, self.bias, self.choices, 1.5)
+        return torch.ops.dsv4.route_hash(self.logits, self.table, self.token_ids, 1.5)
+
+
+def case(
+    tokens: int,
+    experts: int,
+    choices: int,
+    *,
+    hashed: bool = False,
+    hidden: int = HIDDEN,
+    placed: Topology | None = None,
+) -> Case:
+    scales = 2.0 ** normal(tokens, hidden, seed=5).round()
+    topology = None if placed is None else torch.tensor([placed.table()], dtype=torch.int32)
+    table = torch.stack([torch.randperm(experts, generator=torch.Generator().manual_seed(i)) for i in range(VOCAB)])
+    return Case(
+        x=(normal(tokens, hidden) * scales).bfloat16(),
+        logits=normal(tokens, experts, seed=1) * 2,
+        bias=None if hashed else normal(experts, seed=2) * 0.1,
+        table=table[:, :choices].contiguous() if hashed else None,
+        token_ids=torch.arange(tokens, dtype=torch.int32) * 7 % VOCAB if hashed else None,
+        topology=topology,
+        choices=choices,
+        group_sms=0 if placed is None else min(placed.group_sms),
+    )
+
+
+def permuted(columns: int) -> Tensor:
+    """The column that each byte of a rounded row holds."""
+    byte = torch.arange(columns)
+    within = byte % 16
+    return byte // 32 * 32 + within // 4 * 8 + within % 4 + byte % 32 // 16 * 4
+
+
+def unpermuted(row_bytes: Tensor) -> Tensor:
+    columns = torch.empty_like(row_bytes)
+    columns[:, permuted(row_bytes.shape[1])] = row_bytes
+    return columns
+
+
+def expected_places(
+    ids: Tensor, experts: int, tile: int, topology: Topology | None
+) -> tuple[list[int], list[tuple[int, int, int, int]], list[int]]:
+    """List, places and heads."""
+    groups = (
+        [list(range(experts))] if topology is None else [list(topology.experts_of(g)) for g in range(topology.groups)]
+    )
+    pairs, places, heads = [], [], []
+    flat = ids.flatten().tolist()
+    for group in groups:
+        heads.append(len(places))
+        for expert in group:
+            own = [pair for pair, chosen in enumerate(flat) if chosen == expert]
+            for start in range(0, len(own), tile):
+                places.append((expert, len(pairs) + start, min(tile, len(own) - start), 0))
+            pairs += own
+    return pairs, places, [*heads, len(places)]
+
+
+def check(
+    made: Case, capacity: int | None = None, sm_count: int = 8, placed: Topology | None = None
+) -> list[KernelCall]:
+    for backwards in (False, True):
+        calls, after = run_first_calls(
+            "placed_experts", *made.arguments, capacity=capacity, sm_count=sm_count, backwards=backwards
+        )
+        xq, xs, weights, pairs, places, heads = calls[-1].args[:6]
+        counters = calls[-1].args[-2]
+        tokens, experts = made.logits.shape
+        tile = dict(calls[-1].variant.constants)["TILE"]
+        assert isinstance(tile, int)
+
+        def found(ref: TensorRef, *sizes: int, after: Tensor = after) -> Tensor:
+            return view(after, ref, sizes or ref.sizes)
+
+        ids, expected_weights = made.routed()
+        torch.testing.assert_close(found(weights, tokens, made.choices), expected_weights, rtol=2e-6, atol=1e-9)
+        expected = expected_places(ids, experts, tile, placed)
+        assert found(pairs, ids.numel()).tolist() == expected[0]
+        assert [tuple(row) for row in found(places, len(expected[1]), 4).tolist()] == expected[1]
+        assert found(heads).tolist() == expected[2]
+        hidden = made.x.shape[1]
+        codes = unpermuted(found(xq, tokens, hidden).view(torch.uint8)).view(torch.float8_e4m3fn)
+        scales = found(xs, tokens, hidden // 128).repeat_interleave(128, 1)
+        assert torch.equal(codes.float() * scales, fp8_rounded(made.x, 128, hidden))
+        zeros, most = found(counters), places.sizes[0]
+        # Those of the rows, or of the groups of SMs and of the strips of 256 columns.
+        more = tokens * (hidden // 64) if tile <= 16 else heads.sizes[0] - 1 + -(-hidden // 256)
+        assert most + more <= len(zeros)
+        assert not zeros[: len(expected[1])].any() and not zeros[most : most + more].any()
+    return calls
+
+
+@pytest.mark.parametrize("hashed", [False, True], ids=["score", "hash"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "choices"),
+    [
+        *((tokens, 256, 6) for tokens in (1, 2, 7, 9, 17)),
+        *((tokens, 16, 4) for tokens in (1, 8, 40)),
+        *((3, 33, 1), (20, 33, 1), (15, 16, 16), (1, 512, 16), (33, 512, 16)),
+    ],
+)
+def test_lists(tokens: int, experts: int, choices: int, hashed: bool) -> None:
+    check(case(tokens, experts, choices, hashed=hashed))
+
+
+def test_full_buckets() -> None:
+    """Every row of the bucket is of the step."""
+    for tokens, entries in ((1, 1), (16, 1), (32, 2), (256, 2)):
+        calls = check(case(tokens, 64, 6), capacity=tokens)
+        assert len(calls) == entries + 1
+        assert [call.programmatic for call in calls] == [False] + [True] * entries
+
+
+@pytest.mark.parametrize("capacity", [16, 64, 256, 1024])
+def test_rows_of_the_same_experts(capacity: int) -> None:
+    """An expert with every row: places that are full, and one that is not."""
+    made = case(13, 32, 4)
+    made.bias = torch.zeros(32)
+    made.bias[[3, 8, 9, 31]] = 50.0
+    calls = check(made, capacity)
+    entry = "experts_stream" if capacity <= 256 else "experts_grouped"
+    assert calls[-1].variant.entry == entry and dict(calls[-1].variant.constants)["ROWS"] == capacity
+
+
+@pytest.mark.parametrize("kind", ["pinned", "traced"])
+@pytest.mark.parametrize(("experts", "sm_count", "group_sms"), [(16, 8, 2), (12, 11, 3), (64, 6, 1), (5, 132, 4)])
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_topologies(tokens: int, experts: int, sm_count: int, group_sms: int, kind: TopologyKind) -> None:
+    counts = [(expert * 37) % 11 for expert in range(experts)] if kind == "traced" else None
+    placed = place(ExpertShapes(experts, HIDDEN, INNER), sm_count, kind, group_sms, counts)
+    made = case(tokens, experts, 4, placed=placed)
+    made.group_sms = group_sms
+    check(made, sm_count=sm_count, placed=placed)
+
+
+def test_the_table_of_the_sm_count() -> None:
+    """Of the products of a target, the one in hand; rows are as long as the longest."""
+    shapes = ExpertShapes(16, HIDDEN, INNER)
+    tables = [place(shapes, sms, "pinned", 40).table() for sms in (132, 114)]
+    rows = [[*table, *[0] * (max(map(len, tables)) - len(table))] for table in tables]
+    for sms in (132, 114):
+        placed = place(shapes, sms, "pinned", 40)
+        made = case(5, 16, 4, placed=placed)
+        made.topology, made.group_sms = torch.tensor(rows, dtype=torch.int32), 40
+        check(made, sm_count=sms, placed=placed)
+
+
+@pytest.mark.parametrize("columns", [slice(8, 264), slice(3, 259)])
+def test_columns_of_wider_tensors(columns: slice) -> None:
+    """Rows that can be loaded 16 bytes at a time, and rows that cannot."""
+    for tokens in (3, 20):
+        made = case(tokens, 16, 4)
+        made.x = normal(tokens, 272).bfloat16()[:, columns]
+        made.logits = normal(tokens, 40)[:, 5:21]
+        check(made)
+
+
+def test_ties_and_a_bias_of_bfloat16() -> None:
+    made = case(6, 40, 3)
+    made.logits = torch.zeros(6, 40)
+    made.logits[1, 20:] = 1.0
+    made.bias = torch.zeros(40).bfloat16()
+    check(made)
+
+
+def test_wide_rows() -> None:
+    """More groups than a block has, and rows that are no multiple of its threads."""
+    for tokens in (2, 20):
+        check(case(tokens, 24, 4, hidden=128 * 19))
+
+
+@pytest.mark.parametrize("capacity", [16, 32])
+def test_counts(capacity: int) -> None:
+    """The kernels can add up how often an expert was chosen."""
+    made = case(11, 32, 4)
+
+    def counted(calls: list[KernelCall]) -> list[KernelCall]:
+        # Into memory of the last call, which starts as -1.
+        counts = calls[-1].args[-3]
+        *first, lists, last = calls
+        constants = {**dict(lists.variant.constants), "COUNTED": 1}
+        variant = replace(lists.variant, constants=tuple(sorted(constants.items())))
+        return [*first, replace(lists, variant=variant, args=(*lists.args, counts)), last]
+
+    calls, after = run_first_calls("placed_experts", *made.arguments, capacity=capacity, sm_count=8, change=counted)
+    found = view(after, replace(calls[-1].args[-3], dtype=DType.I32, strides=(1,)), (32,))
+    assert (found + 1).tolist() == torch.bincount(made.routed()[0].flatten(), minlength=32).tolist()

@@ -1,0 +1,170 @@
+"""placed_experts, all its calls, against the reference body: formats, routings, buckets, topologies.
+
+Results are compared relative to the largest: float32 sums in another order, and a product at a border of e4m3 may fall
+to its other side, which changes one input of the second projection by up to 1/16.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4c.graph.topology import ExpertShapes, TopologyKind, place
+from tests.graph.expert_cases import expert_case
+from tests.kernels.comparison import assert_close
+from tests.kernels.runner import Runner, run_operator
+
+HIDDEN, INNER = 256, 128
+VOCAB = 50
+ROUNDED_CODE = 2e-2
+LIMIT = 10.0
+# The emulator runs so many blocks, the device its own number.
+EMULATED_SMS, DEVICE_SMS = 4, 132
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def packed(count: int, hidden: int, inner: int, storage: str) -> Tensor:
+    return expert_case(count, hidden, inner, fp8=storage == "fp8").packed
+
+
+def sms(runner: Runner) -> int:
+    return EMULATED_SMS if runner == "emulator" else DEVICE_SMS
+
+
+def arguments(
+    tokens: int,
+    *,
+    count: int = 16,
+    choices: int = 4,
+    storage: str = "fp4",
+    hidden: int = HIDDEN,
+    inner: int = INNER,
+    routing: str = "score",
+    topology: Tensor | None = None,
+    group_sms: int = 0,
+) -> tuple[object, ...]:
+    x = normal(tokens, hidden, seed=tokens).bfloat16()
+    logits = normal(tokens, count, seed=3) * 2
+    router: tuple[Tensor | None, Tensor | None, Tensor | None]
+    if routing == "hash":
+        orders = [torch.randperm(count, generator=torch.Generator().manual_seed(row)) for row in range(VOCAB)]
+        table = torch.stack([order[:choices] for order in orders])
+        router = None, table, torch.arange(tokens, dtype=torch.int32) * 7 % VOCAB
+    else:
+        bias = normal(count, seed=4) * 0.1
+        if routing == "same":  # all rows to the same experts
+            bias[-choices:] = 100.0
+        router = bias, None, None
+    experts = packed(count, hidden, inner, storage)
+    return x, logits, *router, experts, topology, inner, choices, 1.5, LIMIT, group_sms
+
+
+def check(runner: Runner, args: tuple[object, ...], capacity: int | None = None) -> None:
+    (actual,) = run_operator("placed_experts", *args, on=runner, capacity=capacity, sm_count=sms(runner))
+    assert_close(actual, torch.ops.dsv4.placed_experts(*args), ROUNDED_CODE)
+
+
+@pytest.mark.parametrize("storage", ["fp4", "fp8"])
+@pytest.mark.parametrize(("tokens", "capacity"), [(1, 1), (2, 4), (7, 8), (8, 8), (9, 16), (17, 64), (40, 256)])
+def test_steps(runner: Runner, tokens: int, capacity: int, storage: str) -> None:
+    check(runner, arguments(tokens, storage=storage), capacity)
+
+
+@pytest.mark.parametrize("routing", ["score", "hash", "same"])
+@pytest.mark.parametrize(
+    ("tokens", "capacity", "storage"),
+    [
+        (1, 2, "fp4"),
+        (13, 16, "fp8"),
+        (40, 64, "fp4"),
+        (40, 256, "fp8"),
+        (9, 512, "fp4"),
+        (9, 512, "fp8"),
+        (70, 1024, "fp4"),
+    ],
+)
+def test_routings(runner: Runner, tokens: int, capacity: int, routing: str, storage: str) -> None:
+    """With `same` an expert has every row and most have none."""
+    check(runner, arguments(tokens, routing=routing, storage=storage), capacity)
+
+
+@pytest.mark.parametrize(
+    ("count", "choices", "tokens", "capacity"),
+    [
+        *((256, 6, *step) for step in ((3, 4), (20, 64), (20, 512))),
+        *((256, 1, *step) for step in ((3, 4), (20, 64))),
+        *((5, 5, *step) for step in ((3, 4), (20, 256))),
+        (33, 4, 20, 32),
+    ],
+)
+def test_choices(runner: Runner, count: int, choices: int, tokens: int, capacity: int) -> None:
+    check(runner, arguments(tokens, count=count, choices=choices, hidden=128), capacity)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "capacity", "storage"),
+    [
+        *((hidden, 128, 8, "fp4") for hidden in (128, 384, 512, 640)),
+        *((128, inner, 8, "fp8") for inner in (256, 512, 640)),
+        *((1152, 384, capacity, "fp4") for capacity in (8, 256, 512)),
+        *((384, 640, capacity, "fp8") for capacity in (8, 256, 512)),
+    ],
+)
+def test_widths(runner: Runner, hidden: int, inner: int, capacity: int, storage: str) -> None:
+    """Panels and columns that are no multiple of what a block takes at a time."""
+    check(runner, arguments(6, count=6, choices=2, hidden=hidden, inner=inner, storage=storage), capacity)
+
+
+@pytest.mark.parametrize("kind", ["pinned", "traced"])
+@pytest.mark.parametrize(("tokens", "capacity", "group_sms"), [(3, 4, 1), (3, 4, 3), (20, 64, 2), (20, 512, 2)])
+def test_topologies(runner: Runner, tokens: int, capacity: int, group_sms: int, kind: TopologyKind) -> None:
+    shapes = ExpertShapes(16, HIDDEN, INNER)
+    counts = [expert * 37 % 11 for expert in range(16)] if kind == "traced" else None
+    table = torch.tensor([place(shapes, sms(runner), kind, group_sms, counts).table()], dtype=torch.int32)
+    for routing in ("score", "same"):  # `same`: groups without a place
+        check(runner, arguments(tokens, routing=routing, topology=table, group_sms=group_sms), capacity)
+
+
+def test_spaced_records_and_wider_rows(runner: Runner) -> None:
+    """Experts with other bytes between them, and x that is part of a wider tensor."""
+    x, *router, experts, topology, inner, choices, scale, limit, group_sms = arguments(5)
+    assert isinstance(experts, Tensor) and isinstance(x, Tensor)
+    records = experts.view(torch.uint8)
+    spaced = torch.zeros((len(records), records.shape[1] + 4096), dtype=torch.uint8)
+    spaced[:, : records.shape[1]] = records
+    wide = torch.zeros((5, HIDDEN + 40), dtype=torch.bfloat16)
+    wide[:, 24 : 24 + HIDDEN] = x
+    part = spaced.view(experts.dtype)[:, : records.shape[1]]
+    for capacity in (8, 64, 512):
+        args = (wide[:, 24 : 24 + HIDDEN], *router, part, topology, inner, choices, scale, limit, group_sms)
+        check(runner, args, capacity)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90a
+@pytest.mark.parametrize("storage", ["fp4", "fp8"])
+@pytest.mark.parametrize(
+    ("tokens", "capacity"),
+    [(1, 1), (2, 2), (7, 8), (16, 16), (40, 64), (128, 128), (256, 256), (300, 1024), (1100, 4096)],
+)
+def test_flash_experts(on_device: Runner, tokens: int, capacity: int, storage: str) -> None:
+    """V4-Flash's sizes but for the number of experts, which decides the time of the reference."""
+    args = arguments(tokens, count=24, choices=6, hidden=4096, inner=2048, storage=storage)
+    check(on_device, args, capacity)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90a
+@pytest.mark.parametrize("kind", ["pinned", "traced"])
+@pytest.mark.parametrize(("tokens", "capacity"), [(3, 4), (100, 256), (300, 1024)])
+def test_flash_topologies(on_device: Runner, tokens: int, capacity: int, kind: TopologyKind) -> None:
+    shapes = ExpertShapes(24, 4096, 2048)
+    counts = [expert * 37 % 11 for expert in range(24)] if kind == "traced" else None
+    table = torch.tensor([place(shapes, DEVICE_SMS, kind, 8, counts).table()], dtype=torch.int32)
+    args = arguments(tokens, count=24, choices=6, hidden=4096, inner=2048, topology=table, group_sms=8)
+    check(on_device, args, capacity)
