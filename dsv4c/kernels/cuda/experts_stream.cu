@@ -17,8 +17,7 @@
 //
 // Macros: FP8 (0: FP4), HIDDEN, INNER, EXPERTS, CHOICES, RECORD_BYTES (from one expert to the next), LIMIT, SMS, GROUPS (of
 // SMs that share places), TILE (pairs of a place: 8 or 16), ROWS (the bucket's), OUT_STRIDE, SLOTS (of the ring),
-// SHARED_BYTES; for measuring, STREAM_ONLY 1 leaves the products out.
-#include "async.cuh"
+// HALVES (1: the places are done in two halves), SHARED_BYTES; for measuring, STREAM_ONLY 1 leaves the products out.
 #include "experts_packed.cuh"
 #include "hopper_chain.cuh"
 #include "quantize.cuh"
@@ -61,15 +60,11 @@ __device__ __forceinline__ int panel_of(const Run (&halves)[2], int index) {
   const int half = halves[0].count();
   return index < half ? halves[0].begin + index : halves[1].begin + index - half;
 }
-// Where the run that it is in ends.
-__device__ __forceinline__ int end_of(const Run (&halves)[2], int index) {
-  return index < halves[0].count() ? halves[0].end : halves[1].end;
-}
 
 struct Shared {
   u8 ring[SLOTS][SLOT_BYTES];
-  u8 inputs[INPUT_BUFFERS][WARPGROUPS][MOST_SLOTS * INPUT_BYTES];
-  float input_scales[INPUT_BUFFERS][WARPGROUPS][MOST_SLOTS * TILE];
+  u8 inputs[WARPGROUPS][MOST_SLOTS * INPUT_BYTES];
+  float input_scales[WARPGROUPS][MOST_SLOTS * TILE];
   float4 sums[BUFFERS][COMPUTE_WARPS][PARTS][32];
   Place places[MOST_PLACES];
   int pairs[PAIRS];
@@ -87,10 +82,7 @@ __device__ __forceinline__ Stretch stretch_of(int places, int index, int blocks)
   const int panels1 = places * PANELS1, panels2 = places * PANELS2, slots = panels1 * SLOTS1 + panels2 * SLOTS2;
   const int most1 = (panels1 + blocks - 1) / blocks, least2 = (slots / blocks - most1 * SLOTS1) / SLOTS2 - 1;
   const int half = places / 2;
-#ifndef NO_HALVES
-#define NO_HALVES 0
-#endif
-  const bool halves = !NO_HALVES && panels1 / blocks >= (half * PANELS1 + blocks - 1) / blocks &&
+  const bool halves = HALVES && panels1 / blocks >= (half * PANELS1 + blocks - 1) / blocks &&
                       least2 >= (half * PANELS2 + blocks - 1) / blocks;
   const int half1 = halves ? half * PANELS1 : 0, half2 = halves ? half * PANELS2 : 0;
   int ends[2][4];
@@ -147,9 +139,7 @@ __device__ __forceinline__ void copy_weights(Shared& shared, const Place* places
 // What a compute warp knows of itself. The addresses are of its lane's first elements, in slot 0.
 struct ComputeWarp {
   int group, row_group, lane;
-  // Of its warpgroup, the buffer in use.
-  int buffer;
-  u8* inputs;
+  u8* inputs;           // of its warpgroup
   float* input_scales;  // [slot][pair]
   u32 operand;          // describes the inputs of slot 0, the low word
   SharedAddress codes, scales, own_input_scales, full, empty;  // the last two: the barriers of the ring
@@ -270,41 +260,31 @@ __device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp&
   if (++buffer.slot == BUFFERS) buffer.slot = 0, buffer.parity ^= 1;
 }
 
-// The inputs of the next place go to the other buffer, where there are two.
-__device__ __forceinline__ void use_buffer(Shared& shared, ComputeWarp& warp, int buffer) {
-  warp.buffer = buffer;
-  warp.inputs = shared.inputs[buffer][warp.group];
-  warp.input_scales = shared.input_scales[buffer][warp.group];
-  // The shuffle tells the compiler that it is the same in all lanes.
-  warp.operand = __shfl_sync(0xFFFFFFFFu, (u32)product_operand(warp.inputs, HALF_BYTES, 128), 0);
-  warp.own_input_scales = fixed_address(warp.input_scales + warp.lane % 4 * 2);
-}
-
-// Starts to load the inputs of the first projection: rows of x that are e4m3 already. What is in the columns of pairs that
-// the place lacks does not matter.
-__device__ __forceinline__ void start_x(Shared& shared, const ComputeWarp& warp, int buffer, const Place& place,
-                                        const u8* xq, const float* xs) {
+// The inputs of the first projection: rows of x that are e4m3 already. What is in the columns of pairs that the place lacks
+// does not matter.
+__device__ __forceinline__ void load_x(Shared& shared, const ComputeWarp& warp, const Place& place, const u8* xq,
+                                       const float* xs) {
   constexpr int PIECES = TILE_COLUMNS / 16, EACH = (SLOTS1 * TILE * PIECES + 127) / 128;
   const int thread = warp.row_group * 32 + warp.lane;
-  u8* const inputs = shared.inputs[buffer][warp.group];
-  float* const scales = shared.input_scales[buffer][warp.group];
+  uint4 values[EACH];
+  float scales[EACH];
+  // All loads are under way before the first is waited for.
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int at = i * 128 + thread, piece = at % PIECES, pair = min(at / PIECES % TILE, place.count - 1);
+    const int tile = min(at / (PIECES * TILE) * WARPGROUPS + warp.group, TILES1 - 1);
+    const int row = shared.pairs[place.first + pair] / CHOICES;
+    values[i] = *(const uint4*)(xq + (i64)row * HIDDEN + tile * TILE_COLUMNS + piece * 16);
+    scales[i] = xs[row * TILES1 + tile];
+  }
+  meet(warp);
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const int at = i * 128 + thread, piece = at % PIECES, pair = at / PIECES % TILE, slot = at / (PIECES * TILE);
-    const int tile = slot * WARPGROUPS + warp.group;
-    if (slot >= SLOTS1 || tile >= TILES1) break;
-    if (pair >= place.count) continue;
-    const int row = shared.pairs[place.first + pair] / CHOICES;
-    cp_async_16(inputs + slot * INPUT_BYTES + piece * HALF_BYTES + pair * 16,
-                xq + (i64)row * HIDDEN + tile * TILE_COLUMNS + piece * 16);
-    if (piece == 0) cp_async_4(scales + slot * TILE + pair, xs + row * TILES1 + tile);
+    if (slot >= SLOTS1) break;
+    *(uint4*)(warp.inputs + slot * INPUT_BYTES + piece * HALF_BYTES + pair * 16) = values[i];
+    if (piece == 0) warp.input_scales[slot * TILE + pair] = scales[i];
   }
-  cp_async_commit();
-}
-
-// Until they are there for the whole warpgroup.
-__device__ __forceinline__ void finish_x(const ComputeWarp& warp) {
-  cp_async_wait<0>();
   shared_proxy_fence();
   meet(warp);
 }
@@ -387,32 +367,28 @@ __device__ __forceinline__ void compute(Shared& shared, const Place* places, con
   warp.codes = fixed_address(rows + 16 * warp.lane);
   warp.scales = fixed_address(FP8 ? tile + 4 * ROW_GROUP_BYTES : rows + 1024 + warp.lane / 4 * 8);
   warp.full = fixed_address(shared.full), warp.empty = fixed_address(shared.empty);
-  use_buffer(shared, warp, 0);
+  warp.inputs = shared.inputs[warp.group];
+  warp.input_scales = shared.input_scales[warp.group];
+  warp.own_input_scales = fixed_address(warp.input_scales + warp.lane % 4 * 2);
+  // The shuffle tells the compiler that it is the same in all lanes.
+  warp.operand = __shfl_sync(0xFFFFFFFFu, (u32)product_operand(warp.inputs, HALF_BYTES, 128), 0);
   Ring ring, buffer;
-  const int panels1 = count(own.first), panels2 = count(own.second);
   int place = -1;
 #pragma unroll 1
-  for (int i = 0; i < panels1; i++) {
-    const int panel = panel_of(own.first, i);
-    if (panel / PANELS1 != place) {
-      if (INPUT_BUFFERS == 1) meet(warp);
-      if (INPUT_BUFFERS == 1 || place < 0) start_x(shared, warp, warp.buffer, places[panel / PANELS1], xq, xs);
-      else use_buffer(shared, warp, warp.buffer ^ 1);
-      place = panel / PANELS1;
-      finish_x(warp);
-      const int next = i + min((place + 1) * PANELS1, end_of(own.first, i)) - panel;
-      if (INPUT_BUFFERS == 2 && next < panels1)
-        start_x(shared, warp, warp.buffer ^ 1, places[panel_of(own.first, next) / PANELS1], xq, xs);
+  for (int i = 0; i < count(own.first); i++) {
+    const int next = panel_of(own.first, i) / PANELS1;
+    if (next != place) {
+      place = next;
+      load_x(shared, warp, places[place], xq, xs);
     }
     compute_panel<TILES1>(shared, warp, ring, buffer);
   }
   place = -1;
 #pragma unroll 1
-  for (int i = 0; i < panels2; i++) {
+  for (int i = 0; i < count(own.second); i++) {
     const int next = panel_of(own.second, i) / PANELS2;
     if (next != place) {
       place = next;
-      if (INPUT_BUFFERS == 2) use_buffer(shared, warp, warp.buffer ^ 1);
       load_h(warp, places[place], h, counters + (&places[place] - shared.places));
     }
     compute_panel<TILES2>(shared, warp, ring, buffer);

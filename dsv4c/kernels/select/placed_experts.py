@@ -32,6 +32,8 @@ PLACE_INTS = 4  # of a Place in cuda/experts_packed.cuh
 # Buckets of more rows multiply by tiles.
 STREAM_ROWS = 256
 STREAM_THREADS = 640
+# Rows up to which a block does the places in two halves: the second projection of one does not wait for its first.
+HALVES_ROWS = 8
 STRETCH_BYTES = 32  # of a Stretch in cuda/experts_stream.cu
 STREAM_SLOTS = 4  # of the ring of weights: more are slower
 STREAM_BUFFERS = 3  # of sums
@@ -255,7 +257,7 @@ def _stream(operands: _Operands, lists: _Lists, selection: Selection, slots: int
     parts = selection.scratch(DType.F32, pairs, operands.hidden)
     shared_bytes = _stream_bytes(operands, selection, lists.tile, slots)
     macros = _expert_macros(operands, lists, selection)
-    macros |= {"SLOTS": slots, "SHARED_BYTES": shared_bytes, "INPUT_BUFFERS": 1}
+    macros |= {"SLOTS": slots, "SHARED_BYTES": shared_bytes, "HALVES": int(selection.tokens <= HALVES_ROWS)}
     variant = cuda_variant("experts_stream", "experts_stream", **macros)
     args = (*_expert_args(operands, lists), h, parts, lists.counters, operands.out)
     grid = (selection.sm_count, 1, 1)
