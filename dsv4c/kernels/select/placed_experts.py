@@ -29,8 +29,9 @@ ONE_LAUNCH_ROWS = 16
 ROW_THREADS = 256  # that route a row; also the fewest that make lists
 PLACE_INTS = 4  # of a Place in cuda/experts_packed.cuh
 
-# Buckets of more rows multiply by tiles.
-STREAM_ROWS = 256
+# Buckets of more rows multiply by tiles: from there on experts have more than the pairs of a place.
+STREAM_ROWS = 128
+STREAM_TILE = 8
 STREAM_THREADS = 640
 # Rows up to which a block does the places in two halves: the second projection of one does not wait for its first.
 HALVES_ROWS = 8
@@ -193,7 +194,6 @@ def _routing(operands: _Operands, lists: _Lists, selection: Selection) -> list[K
         "CHOICE_TYPE": cuda_type(by),
         "TILE": lists.tile,
         "GROUPS": operands.groups,
-        "COUNTED": 0,
         "ROW_COUNTERS": lists.row_counters,
         "MORE_COUNTERS": lists.more_counters,
     }
@@ -265,11 +265,10 @@ def _stream(operands: _Operands, lists: _Lists, selection: Selection, slots: int
 
 
 def _stream_shape(operands: _Operands, selection: Selection) -> tuple[int, int]:
-    """(pairs of a place, slots of the ring): places of 16 where experts have more than 8 pairs, if memory allows."""
-    for tile in (16, 8) if selection.tokens > 128 else (8,):
-        for slots in (STREAM_SLOTS, STREAM_SLOTS - 1, 2):
-            if _stream_bytes(operands, selection, tile, slots) <= selection.target.smem_per_block:
-                return tile, slots
+    """(pairs of a place, slots of the ring): fewer slots where memory is short."""
+    for slots in (STREAM_SLOTS, STREAM_SLOTS - 1, 2):
+        if _stream_bytes(operands, selection, STREAM_TILE, slots) <= selection.target.smem_per_block:
+            return STREAM_TILE, slots
     raise PlanError(
         f"experts of {operands.hidden} and {operands.inner} columns do not fit in the shared memory of a block",
         hint='use the kernels of several launches: `[experts] layout = "checkpoint"` in the recipe',
