@@ -76,20 +76,16 @@ class ExpertsRecipe:
     group_sms: int = 4
     trace: RoutingTrace | None = None
     l2_resident: L2Resident = "none"
-    # Count how often each expert is chosen, for a trace; `place_experts` refuses it until there is state for counts.
-    routing_counts: bool = False
 
     def __post_init__(self) -> None:
         _require_choice("experts.layout", self.layout, get_args(ExpertLayout))
         _require_choice("experts.topology", self.topology, get_args(ExpertTopology))
         _require_integer("experts.group_sms", self.group_sms, 1, MAX_GROUP_SMS)
         _require_choice("experts.l2_resident", self.l2_resident, get_args(L2Resident))
-        if not isinstance(self.routing_counts, bool):
-            raise RecipeError(f"`experts.routing_counts` is {self.routing_counts!r}", hint="give true or false")
-        if self.layout == "checkpoint" and (self.topology != "striped" or self.routing_counts):
-            asked = "routing_counts = true" if self.topology == "striped" else f'topology = "{self.topology}"'
+        if self.layout == "checkpoint" and self.topology != "striped":
             raise RecipeError(
-                f'`experts` has `layout = "checkpoint"` and `{asked}`', hint='that needs `layout = "packed"`'
+                f'`experts` has `layout = "checkpoint"` and `topology = "{self.topology}"`',
+                hint='that needs `layout = "packed"`',
             )
         if self.topology == "traced" and self.trace is None:
             raise RecipeError(

@@ -82,7 +82,6 @@ def test_a_trace_is_found_from_the_recipe_and_its_path_is_in_no_manifest(tmp_pat
         "group_sms": 4,
         "trace": recipe.experts.trace.digest,
         "l2_resident": "none",
-        "routing_counts": False,
     }
 
 
@@ -96,12 +95,10 @@ def test_a_trace_is_found_from_the_recipe_and_its_path_is_in_no_manifest(tmp_pat
         ({"group_sms": 0}, "`experts.group_sms` is 0", "from 1 to 256"),
         ({"group_sms": True}, "`experts.group_sms` is True", "whole number"),
         ({"l2_resident": "all"}, "`experts.l2_resident` is 'all'", '"none", "experts"'),
-        ({"routing_counts": 1}, "`experts.routing_counts` is 1", "true or false"),
         ({"trace": 7}, "`experts.trace` is 7", "path"),
         ({"topology": "traced"}, '`experts.topology` is "traced" without a trace', "experts.trace"),
         ({"topology": "traced", "trace": "absent.json"}, "cannot read the routing trace absent.json", "trace"),
         ({"layout": "checkpoint", "topology": "pinned"}, 'and `topology = "pinned"`', "packed"),
-        ({"layout": "checkpoint", "routing_counts": True}, "and `routing_counts = true`", "packed"),
     ],
 )
 def test_wrong_value_of_the_experts_table_is_named(table: Any, message: str, hint: str) -> None:

@@ -3,8 +3,9 @@
 A topology deals the SMs into groups of neighbours, and the experts to the groups. What a step does in a group follows
 by rule from the tokens that its experts got: the pairs (token, choice) of an expert make places of a few pairs each,
 the places of a group are taken in rank order, and the panels of all of them are split over the group's SMs, one piece
-an SM. A panel of a place is a unit: 64 rows of the first matrices (32 of gate, 32 of up) in the first phase, 64 rows of
-the second matrix in the second. `stretches` here and `stretch_of` in kernels/cuda/experts_stream.cu are the same rule.
+an SM. In steps of few rows that is done for each half of the places, so that an SM has two pieces. A panel of a place
+is a unit: 64 rows of the first matrices (32 of gate, 32 of up) in the first phase, 64 rows of the second matrix in the
+second. `stretches` here and `stretch_of` in kernels/cuda/experts_stream.cu are the same rule.
 
     striped   one group of all SMs: every SM reads a stripe of every expert that was hit
     pinned    groups of a few SMs, expert e in group e % groups
@@ -69,6 +70,13 @@ class Work(NamedTuple):
     down: tuple[Unit, ...]
 
 
+class Stretch(NamedTuple):
+    """The units that one SM of a group has, counted through those of all its places: runs of them, in this order."""
+
+    up: tuple[range, range]
+    down: tuple[range, range]
+
+
 @dataclass(frozen=True)
 class Topology:
     """`group_sms` SMs of every group, consecutive from SM 0; `group_of` every expert."""
@@ -130,45 +138,52 @@ class Topology:
             for place in range(-(-pairs.get(expert, 0) // place_pairs))
         )
 
-    def work(self, sm: int, hit: Sequence[tuple[int, int]], place_pairs: int) -> Work:
+    def work(self, sm: int, hit: Sequence[tuple[int, int]], place_pairs: int, halves: bool = False) -> Work:
         """What one SM does of a step that hits these (expert, pairs)."""
         group, index, sms = self.seat(sm)
         places = self.places(group, hit, place_pairs)
-        up, down = stretches(self.shapes, len(places), index, sms)
+        up, down = stretches(self.shapes, len(places), index, sms, halves)
         return Work(_units(places, self.shapes.up_panels, up), _units(places, self.shapes.down_panels, down))
 
-    def unit_counts(self, hit: Sequence[tuple[int, int]], place_pairs: int) -> list[tuple[int, int]]:
+    def unit_counts(
+        self, hit: Sequence[tuple[int, int]], place_pairs: int, halves: bool = False
+    ) -> list[tuple[int, int]]:
         """(first phase, second phase) units of every SM: the lengths of `work`."""
         counts = []
         for group, sms in enumerate(self.group_sms):
             places = len(self.places(group, hit, place_pairs))
             for index in range(sms):
-                up, down = stretches(self.shapes, places, index, sms)
-                counts.append((len(up), len(down)))
+                up, down = stretches(self.shapes, places, index, sms, halves)
+                counts.append((sum(map(len, up)), sum(map(len, down))))
         return counts
 
 
-def stretches(shapes: ExpertShapes, places: int, index: int, sms: int) -> tuple[range, range]:
-    """The units of the first and of the second phase that SM `index` of the `sms` of a group has, counted through.
+def stretches(shapes: ExpertShapes, places: int, index: int, sms: int, halves: bool = False) -> Stretch:
+    """What SM `index` of the `sms` of a group does.
 
     The first phase is shared evenly, and of the second each SM gets what makes its slots as many as every other's.
-    Where that would take away from an earlier SM, both are shared evenly.
+    Where that would take away from an earlier SM, both are shared evenly. With `halves` the first half of the places
+    is shared evenly in both phases, where no SM's share of all is less than that, and the rest is of the second half.
     """
     ups, downs = places * shapes.up_panels, places * shapes.down_panels
     slots = ups * shapes.up_slots + downs * shapes.down_slots
-    up = [ups * at // sms for at in (index, index + 1)]
-    if -(-ups // sms) * shapes.up_slots <= slots // sms:
-        slots_before = [slots * at // sms for at in (index, index + 1)]
-        down = [
-            (before - own * shapes.up_slots) // shapes.down_slots for before, own in zip(slots_before, up, strict=True)
-        ]
-    else:
-        down = [downs * at // sms for at in (index, index + 1)]
-    return range(*up), range(*down)
+    least_down = (slots // sms - -(-ups // sms) * shapes.up_slots) // shapes.down_slots - 1
+    half = places // 2
+    half_ups, half_downs = half * shapes.up_panels, half * shapes.down_panels
+    if not (halves and ups // sms >= -(-half_ups // sms) and least_down >= -(-half_downs // sms)):
+        half_ups = half_downs = 0
+    edges = []
+    for at in (index, index + 1):
+        up = ups * at // sms
+        down = (slots * at // sms - up * shapes.up_slots) // shapes.down_slots if least_down >= 0 else downs * at // sms
+        up_of_half, down_of_half = half_ups * at // sms, half_downs * at // sms
+        edges.append((up_of_half, half_ups + up - up_of_half, down_of_half, half_downs + down - down_of_half))
+    first_up, second_up, first_down, second_down = map(range, *edges)
+    return Stretch((first_up, second_up), (first_down, second_down))
 
 
-def _units(places: Sequence[tuple[int, int]], panels: int, units: range) -> tuple[Unit, ...]:
-    return tuple(Unit(*places[unit // panels], unit % panels) for unit in units)
+def _units(places: Sequence[tuple[int, int]], panels: int, runs: tuple[range, range]) -> tuple[Unit, ...]:
+    return tuple(Unit(*places[unit // panels], unit % panels) for units in runs for unit in units)
 
 
 def group_count(kind: TopologyKind, experts: int, sm_count: int, group_sms: int) -> int:
@@ -228,7 +243,8 @@ def read_table(shapes: ExpertShapes, name: TopologyKind, groups: int, values: Se
     order, first_rank = tuple(values[:experts]), tuple(values[experts : experts + groups + 1])
     if sorted(order) != list(range(experts)):
         raise ValueError("an expert is missing or there twice")
-    ascends = len(first_rank) == groups + 1 and list(first_rank) == sorted(first_rank)
+    # No group is without experts: there are no more groups than those.
+    ascends = len(first_rank) == groups + 1 and list(first_rank) == sorted(set(first_rank))
     if not ascends or first_rank[0] != 0 or first_rank[-1] != experts:
         raise ValueError("the ranks of the groups do not cover the experts")
     seats = values[experts + groups + 1 :]

@@ -53,11 +53,6 @@ def place_experts(gm: GraphModule, ctx: PassContext) -> PassResult:
     recipe = ctx.recipe.experts
     if recipe is None or recipe.layout == "checkpoint":
         return PassResult(gm, False)
-    if recipe.routing_counts:
-        raise PassError(
-            "`experts.routing_counts` is true; this version has no kernel that counts",
-            hint="leave it out; a trace can come from any run of the model",
-        )
     modified = False
     for ffn in list(gm.graph.nodes):
         if not is_call(ffn, dsv4.moe_ffn.default):

@@ -14,7 +14,8 @@ def expert_facts(plan: ExecutionPlan, recipe: Recipe) -> dict[str, Any] | None:
     """The `experts` of the manifest; None where no launch is `placed_experts`.
 
     Of a layer, `table` is where in WEIGHTS its i32 rows lie (dsv4c/graph/topology.py), one for each of `sm_counts`;
-    striped topologies have none. Of a bucket, `place_pairs` is how many pairs a place has at most.
+    striped topologies have none. Of a bucket, `place_pairs` is how many pairs a place has at most, and `halves` says
+    whether SMs do the places in two halves.
     """
     launches = [launch for launch in plan.buckets[0].launches if launch.kernel == "placed_experts"]
     if not launches or recipe.experts is None:
@@ -67,5 +68,6 @@ def _buckets(plan: ExecutionPlan) -> list[dict[str, Any]]:
                     "tokens": bucket.tokens,
                     "kernel": call.variant.entry,
                     "place_pairs": constants["TILE"],
+                    "halves": bool(constants.get("HALVES", 0)),
                 }
     return [found[tokens] for tokens in sorted(found)]

@@ -14,13 +14,17 @@ DEFAULT_TOKENS = 8
 
 @dataclass(frozen=True)
 class Step:
-    """`hit` has (expert, pairs) by expert; `origin` says where it comes from."""
+    """`hit` has (expert, pairs) by expert; `origin` says where it comes from.
+
+    A place has up to `place_pairs`, and SMs do the places in two halves or all in a row.
+    """
 
     stored: StoredTopology
     hit: tuple[tuple[int, int], ...]
     tokens: int
     origin: str
     place_pairs: int
+    halves: bool
 
     @property
     def topology(self) -> Topology:
@@ -29,7 +33,8 @@ class Step:
     @cached_property
     def works(self) -> tuple[Work, ...]:
         """By SM."""
-        return tuple(self.topology.work(sm, self.hit, self.place_pairs) for sm in range(self.topology.sm_count))
+        sms = range(self.topology.sm_count)
+        return tuple(self.topology.work(sm, self.hit, self.place_pairs, self.halves) for sm in sms)
 
     @cached_property
     def read_bytes(self) -> tuple[int, ...]:
@@ -56,6 +61,7 @@ class Step:
             "origin": self.origin,
             "tokens": self.tokens,
             "place_pairs": self.place_pairs,
+            "halves": self.halves,
             "places": self.places,
             "hit": [{"expert": expert, "pairs": pairs} for expert, pairs in self.hit],
             "busiest_bytes": max(self.read_bytes),
@@ -75,9 +81,9 @@ class Step:
 
 def sample_step(stored: StoredTopology, tokens: int, seed: int) -> Step:
     """A step of `tokens` rows whose routing is uniform."""
-    pairs = stored.place_pairs(tokens)
+    place_pairs, halves = stored.sharing(tokens)
     hit = sample_hits(stored.facts["experts"], stored.facts["per_token"], tokens, seed)
-    return Step(stored, hit, tokens, f"uniform routing, seed {seed}", pairs)
+    return Step(stored, hit, tokens, f"uniform routing, seed {seed}", place_pairs, halves)
 
 
 def given_step(stored: StoredTopology, text: str) -> Step:
@@ -95,4 +101,4 @@ def given_step(stored: StoredTopology, text: str) -> Step:
         pairs[number] = int(count or "1")
     # A row has each expert once.
     tokens = max(-(-sum(pairs.values()) // per_token), *pairs.values())
-    return Step(stored, tuple(sorted(pairs.items())), tokens, "as given", stored.place_pairs(tokens))
+    return Step(stored, tuple(sorted(pairs.items())), tokens, "as given", *stored.sharing(tokens))

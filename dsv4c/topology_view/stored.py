@@ -45,12 +45,15 @@ class StoredTopology:
             ],
         }
 
-    def place_pairs(self, tokens: int) -> int:
-        """Pairs of a place in a step of so many rows. Raises InputError where the work is not shared out beforehand."""
+    def sharing(self, tokens: int) -> tuple[int, bool]:
+        """(pairs of a place, whether SMs do the places in two halves) in a step of so many rows.
+
+        Raises InputError where the work is not shared out beforehand.
+        """
         buckets = [bucket for bucket in self.facts["buckets"] if bucket["kernel"] == STREAM_KERNEL]
         for bucket in buckets:
             if tokens <= bucket["tokens"]:
-                return int(bucket["place_pairs"])
+                return bucket["place_pairs"], bucket["halves"]
         most = max((bucket["tokens"] for bucket in buckets), default=0)
         raise InputError(
             f"in a step of {tokens:,} tokens the SMs of a group take their units as they become free; steps of up to "

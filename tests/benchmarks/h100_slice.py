@@ -36,6 +36,8 @@ SPEED_COLUMNS = (
 )
 PROFILE_COLUMNS = ("rows", "operator", "launches", "microseconds", "share_of_time", "gb_per_s", "tflop_per_s")
 _POOL_BYTES = 64 << 20
+# Codes of both kinds then have a standard deviation of about 1/64: inputs are 4096 wide.
+_FP4_EXPONENT, _FP8_EXPONENT = -8, -6
 
 
 def compile_slice(folder: Path) -> None:
@@ -49,6 +51,7 @@ def compile_slice(folder: Path) -> None:
     from dsv4c.kernels.assign import assign_kernels
     from dsv4c.passes.pass_manager import PassContext, run_passes
     from dsv4c.passes.pipeline import build_pipeline
+    from dsv4c.plan.expert_facts import expert_facts
     from dsv4c.plan.lowering import lower_graph
     from dsv4c.planning.source import open_source
     from dsv4c.recipe import Recipe
@@ -71,7 +74,8 @@ def compile_slice(folder: Path) -> None:
     for extent in plan.weights.extents:
         what = extent.what
         if isinstance(what, Constant):
-            extents.append([extent.offset, extent.size_bytes, "constant", list(what.values)])
+            kind = f"constant.{str(what.dtype).removeprefix('torch.')}"
+            extents.append([extent.offset, extent.size_bytes, kind, list(what.values)])
         else:
             kind = f"{what.stored_as.value}.{what.part}"
             extents.append([extent.offset, extent.size_bytes, kind, extent.source.rsplit(".", 1)[-1]])
@@ -80,9 +84,14 @@ def compile_slice(folder: Path) -> None:
         "arch": recipe.target.arch,
         "recipe": recipe.to_dict(),
         "machine_code": code.facts,
-        "experts": source.config.n_routed_experts,
+        "experts": expert_facts(plan, recipe),
     }
-    facts = {"manifest": manifest, "weight_bytes": plan.weights.size_bytes, "extents": extents}
+    facts = {
+        "manifest": manifest,
+        "weight_bytes": plan.weights.size_bytes,
+        "experts": source.config.n_routed_experts,
+        "extents": extents,
+    }
     (folder / "slice.json").write_text(json.dumps(facts))
     largest = max(plan.buckets, key=lambda bucket: bucket.tokens)
     print(f"planned in {planned - started:.1f} s, {len(code.images)} kernels compiled in {compiled - planned:.1f} s")
@@ -106,7 +115,7 @@ def fill_slice(folder: Path, engine: Path) -> None:
         weight_bytes=facts["weight_bytes"],
         kernels=(folder / "kernels.bin").read_bytes(),
     )
-    blocks = generated_weights(facts["extents"], facts["weight_bytes"], facts["manifest"]["experts"])
+    blocks = generated_weights(facts["extents"], facts["weight_bytes"], facts["experts"])
     write_engine(engine, parts, blocks)
 
 
@@ -131,12 +140,11 @@ def generated_weights(extents: list[list[Any]], total: int, experts: int) -> Ite
 
 
 def _extent(rng: np.random.Generator, pools: dict[str, Any], size: int, kind: str, detail: Any, experts: int) -> Any:
-    if kind == "constant":
-        return np.array(detail, np.float32)
     encoding, _, part = kind.partition(".")
+    if encoding == "constant":
+        return np.array(detail, part)
     if part == "scales":
-        # Both kinds of codes then have a standard deviation of about 1/64: inputs are 4096 wide.
-        return np.full(size, 127 - 8 if encoding.startswith("fp4") else 127 - 6, np.uint8)
+        return np.full(size, 127 + (_FP4_EXPONENT if encoding.startswith("fp4") else _FP8_EXPONENT), np.uint8)
     if encoding == "int64":
         return rng.integers(0, experts, size // 8, np.int64)
     if encoding == "f32":
@@ -147,7 +155,18 @@ def _extent(rng: np.random.Generator, pools: dict[str, Any], size: int, kind: st
     source = pools[name]
     start = int(rng.integers(0, 1 << 20)) * 2
     repeats = -(-(start + size) // len(source))
-    return np.concatenate([source] * repeats)[start : start + size] if repeats > 1 else source[start : start + size]
+    found = np.concatenate([source] * repeats)[start : start + size] if repeats > 1 else source[start : start + size]
+    return _with_scales(encoding, found.copy()) if part == "packed" else found
+
+
+def _with_scales(encoding: str, record: Any) -> Any:
+    """A packed expert (dsv4c/checkpoint/expert_packing.py), whose scales lie among its codes."""
+    if encoding.startswith("fp4"):
+        record.reshape(-1, 1088)[:, 1024:] = 127 + _FP4_EXPONENT
+    else:
+        scales = np.array([2.0**_FP8_EXPONENT] * 2 + [0, 0], np.float32)
+        record.reshape(-1, 4 * 2048 + 16)[:, 4 * 2048 :] = scales.view(np.uint8)
+    return record
 
 
 def _bf16(values: Any) -> Any:

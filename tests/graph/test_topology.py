@@ -24,7 +24,7 @@ from dsv4c.graph.topology import (
     table_size,
 )
 
-STREAM_KERNEL = Path(__file__).parents[2] / "dsv4c/kernels/cuda/experts_stream.cu"
+STREAM_KERNEL = Path(__file__).parents[2] / "dsv4c/kernels/cuda/experts_stretch.cuh"
 
 FLASH = ExpertShapes(experts=256, hidden=4096, inner=2048)
 SMALL = ExpertShapes(experts=16, hidden=256, inner=128)
@@ -43,36 +43,39 @@ def topology(shapes: ExpertShapes, sm_count: int, kind: TopologyKind, group_sms:
     return place(shapes, sm_count, kind, group_sms, zipf(shapes.experts, seed) if kind == "traced" else None)
 
 
+StepCase = tuple[Topology, list[tuple[int, int]], int, bool]
+
+
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Topology, list[tuple[int, int]], int]:
-    """A topology, the (expert, pairs) of a step, the pairs of a place."""
+def steps(draw: st.DrawFn) -> StepCase:
+    """A topology, the (expert, pairs) of a step, the pairs of a place, whether places are done in halves."""
     shapes = ExpertShapes(draw(st.integers(1, 40)), 128 * draw(st.integers(1, 3)), 128 * draw(st.integers(1, 3)))
     sm_count = draw(st.sampled_from((1, 2, 7, 16, PCIE, H100)))
     counts = draw(st.lists(st.integers(0, 50), min_size=shapes.experts, max_size=shapes.experts))
     found = place(shapes, sm_count, draw(st.sampled_from(KINDS)), draw(st.integers(1, min(sm_count, 9))), counts)
     hit = draw(st.dictionaries(st.integers(0, shapes.experts - 1), st.integers(0, 40), max_size=shapes.experts))
-    return found, list(hit.items()), draw(st.sampled_from((1, 8, 16, 64)))
+    return found, list(hit.items()), draw(st.sampled_from((1, 8, 16, 64))), draw(st.booleans())
 
 
 @settings(deadline=None)
 @given(steps())
-def test_every_unit_is_done_once_in_the_expert_s_group(case: tuple[Topology, list[tuple[int, int]], int]) -> None:
-    found, hit, place_pairs = case
-    works = [found.work(sm, hit, place_pairs) for sm in range(found.sm_count)]
+def test_every_unit_is_done_once_in_the_expert_s_group(case: StepCase) -> None:
+    found, hit, place_pairs, halves = case
+    works = [found.work(sm, hit, place_pairs, halves) for sm in range(found.sm_count)]
     places = [(expert, index) for expert, pairs in hit for index in range(-(-pairs // place_pairs))]
     for phase, panels in (("up", found.shapes.up_panels), ("down", found.shapes.down_panels)):
         done = Counter(unit for work in works for unit in getattr(work, phase))
         assert done == Counter((*where, panel) for where in places for panel in range(panels))
         for sm, work in enumerate(works):
             assert {found.group_of[unit.expert] for unit in getattr(work, phase)} <= {found.seat(sm)[0]}
-    assert [(len(work.up), len(work.down)) for work in works] == found.unit_counts(hit, place_pairs)
+    assert [(len(work.up), len(work.down)) for work in works] == found.unit_counts(hit, place_pairs, halves)
 
 
 @settings(deadline=None)
 @given(steps())
-def test_sms_of_a_group_have_as_much_to_read(case: tuple[Topology, list[tuple[int, int]], int]) -> None:
-    found, hit, place_pairs = case
-    counts, shapes = found.unit_counts(hit, place_pairs), found.shapes
+def test_sms_of_a_group_have_as_much_to_read(case: StepCase) -> None:
+    found, hit, place_pairs, halves = case
+    counts, shapes = found.unit_counts(hit, place_pairs, halves), found.shapes
     for first, end in pairwise(found.first_sm):
         ups, downs = zip(*counts[first:end], strict=True)
         assert max(ups) - min(ups) <= 1
@@ -84,42 +87,65 @@ def test_sms_of_a_group_have_as_much_to_read(case: tuple[Topology, list[tuple[in
 
 @settings(deadline=None)
 @given(steps())
-def test_an_sm_has_one_piece_of_the_places_in_rank_order(case: tuple[Topology, list[tuple[int, int]], int]) -> None:
-    found, hit, place_pairs = case
+def test_an_sm_has_a_piece_of_the_places_in_rank_order(case: StepCase) -> None:
+    found, hit, place_pairs, halves = case
     rank = {expert: number for number, expert in enumerate(found.order)}
     for group, (first, end) in enumerate(pairwise(found.first_sm)):
+        places = list(found.places(group, hit, place_pairs))
+        assert places == sorted(places, key=lambda where: (rank[where[0]], where[1]))
+        shares = [stretches(found.shapes, len(places), index, end - first, halves) for index in range(end - first)]
         for phase in (0, 1):
-            units = [unit for sm in range(first, end) for unit in found.work(sm, hit, place_pairs)[phase]]
-            assert units == sorted(units, key=lambda unit: (rank[unit.expert], unit.place, unit.panel))
-        assert list(found.places(group, hit, place_pairs)) == sorted(
-            found.places(group, hit, place_pairs), key=lambda where: (rank[where[0]], where[1])
-        )
+            pieces = [share[phase] for share in shares]
+            # The first half of the places, SM by SM, then the second.
+            assert [unit for half in (0, 1) for piece in pieces for unit in piece[half]] == list(
+                range(sum(map(len, (run for piece in pieces for run in piece))))
+            )
+            if not halves:
+                assert not any(piece[0] for piece in pieces)
 
 
+def test_halves_of_a_token_s_places() -> None:
+    # Eight tokens, 48 places of 64 panels each: as much for every SM as without halves.
+    for index in range(H100):
+        whole, halved = (stretches(FLASH, 48, index, H100, halves) for halves in (False, True))
+        for phase in (0, 1):
+            first, second = halved[phase]
+            assert len(first) in (11, 12) and first.stop <= 24 * 64 <= second.start
+            assert sum(map(len, halved[phase])) == sum(map(len, whole[phase]))
+    # A single place has no half.
+    assert stretches(FLASH, 1, 5, H100, True) == stretches(FLASH, 1, 5, H100, False)
+
+
+@pytest.mark.parametrize("halves", (False, True), ids=("whole", "halves"))
 @pytest.mark.parametrize("shapes", (FLASH, SMALL, ExpertShapes(8, 7168, 3072)), ids=str)
-def test_kernel_shares_by_the_same_rule(shapes: ExpertShapes, tmp_path: Path) -> None:
+def test_kernel_shares_by_the_same_rule(shapes: ExpertShapes, halves: bool, tmp_path: Path) -> None:
     """`stretch_of` of the kernel, compiled as it stands, against `stretches`."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     text = STREAM_KERNEL.read_text(encoding="utf-8")
-    (rule,) = re.findall(
-        r"^struct Stretch \{.*?^\};.*?^__device__ [^\n]* Stretch stretch_of\(.*?^\}", text, re.M | re.S
-    )
-    cases = [(places, sms) for places in (0, 1, 2, 6, 46, 257, 1500) for sms in (1, 4, 5, PCIE, H100)]
+    parts = (r"struct Run \{", r"struct Stretch \{", r"__device__ [^\n]* share\(", r"__device__ [^\n]* stretch_of\(")
+    rule = [re.findall(rf"^{part}[^\n]*\}}$|^{part}.*?^\}};?$", text, re.M | re.S) for part in parts]
+    assert [len(found) for found in rule] == [1] * len(parts)
+    cases = [(places, sms) for places in (*range(0, 13), 46, 257, 1500) for sms in (1, 2, 4, 5, PCIE, H100)]
     calls = "".join(
         f"  for (int i = 0; i < {sms}; i++) show(stretch_of({places}, i, {sms}));\n" for places, sms in cases
     )
     source = tmp_path / "rule.cc"
     source.write_text(
         f"""#include <cstdio>
+#include <initializer_list>
 #define __device__
 #define __forceinline__ inline
+#define HALVES {int(halves)}
 typedef long long i64;
 constexpr int PANELS1 = {shapes.up_panels}, PANELS2 = {shapes.down_panels};
 constexpr int SLOTS1 = {shapes.up_slots}, SLOTS2 = {shapes.down_slots};
-{rule}
-void show(Stretch s) {{ std::printf("%d %d %d %d\\n", s.begin1, s.end1, s.begin2, s.end2); }}
+{chr(10).join(found[0] for found in rule)}
+void show(Stretch s) {{
+  for (Run run : {{s.first[0], s.first[1], s.second[0], s.second[1]}}) std::printf("%d %d ", run.begin, run.end);
+  std::printf("\\n");
+}}
 int main() {{
 {calls}}}
 """,
@@ -127,8 +153,9 @@ int main() {{
     )
     subprocess.run([compiler, "-std=c++20", "-o", tmp_path / "rule", source], check=True)
     printed = subprocess.run([tmp_path / "rule"], check=True, capture_output=True, text=True).stdout.splitlines()
-    expected = [stretches(shapes, places, sm, sms) for places, sms in cases for sm in range(sms)]
-    assert [(range(a, b), range(c, d)) for a, b, c, d in (map(int, line.split()) for line in printed)] == expected
+    expected = [stretches(shapes, places, sm, sms, halves) for places, sms in cases for sm in range(sms)]
+    found = [list(map(int, line.split())) for line in printed]
+    assert [((range(a, b), range(c, d)), (range(e, f), range(g, h))) for a, b, c, d, e, f, g, h in found] == expected
 
 
 @pytest.mark.parametrize("sm_count", (H100, PCIE))

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 EMULATOR = Path(__file__).parent / "emulator"
 CUDA = ROOT / "dsv4c" / "kernels" / "cuda"
 FLAGS = (
-    *("-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-w"),
+    # Most of a test is the compiler's time; more optimisation takes more than it saves.
+    *("-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-w"),
     # The kernels view memory as other types; a product is not contracted into a sum unless they say so.
     *("-fno-strict-aliasing", "-ffp-contract=off"),
     # A misaligned access, which a GPU refuses, becomes an illegal instruction, which block.h reports.

@@ -1,6 +1,6 @@
 """What the first calls of placed_experts hand over: the router's weights, lists by expert, rounded inputs, zeros."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 from dsv4c.graph.ops import fp8_rounded
 from dsv4c.graph.topology import ExpertShapes, Topology, TopologyKind, place
 from dsv4c.plan.execution_plan import KernelCall, TensorRef
-from dsv4c.step_abi import DType
 from tests.kernels.runner import run_first_calls
 from tests.kernels.step_memory import view
 
@@ -135,41 +134,45 @@ def check(
     return calls
 
 
-@pytest.mark.parametrize("hashed", [False, True], ids=["score", "hash"])
 @pytest.mark.parametrize(
     ("tokens", "experts", "choices"),
     [
-        *((tokens, 256, 6) for tokens in (1, 2, 7, 9, 17)),
-        *((tokens, 16, 4) for tokens in (1, 8, 40)),
-        *((3, 33, 1), (20, 33, 1), (15, 16, 16), (1, 512, 16), (33, 512, 16)),
+        *((tokens, 256, 6) for tokens in (1, 7, 17)),
+        *((8, 16, 4), (3, 33, 1), (20, 33, 1), (15, 16, 16), (1, 512, 16), (33, 512, 16)),
     ],
 )
-def test_lists(tokens: int, experts: int, choices: int, hashed: bool) -> None:
-    check(case(tokens, experts, choices, hashed=hashed))
+def test_lists(tokens: int, experts: int, choices: int) -> None:
+    check(case(tokens, experts, choices))
+
+
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(1, 256, 6), (9, 16, 4), (20, 33, 1), (15, 16, 16)])
+def test_lists_by_token_id(tokens: int, experts: int, choices: int) -> None:
+    check(case(tokens, experts, choices, hashed=True))
 
 
 def test_full_buckets() -> None:
     """Every row of the bucket is of the step."""
-    for tokens, entries in ((1, 1), (16, 1), (32, 2), (256, 2)):
+    for tokens, entries in ((1, 1), (16, 1), (256, 2)):
         calls = check(case(tokens, 64, 6), capacity=tokens)
         assert len(calls) == entries + 1
         assert [call.programmatic for call in calls] == [False] + [True] * entries
 
 
-@pytest.mark.parametrize("capacity", [16, 64, 256, 1024])
+@pytest.mark.parametrize("capacity", [16, 128, 1024])
 def test_rows_of_the_same_experts(capacity: int) -> None:
     """An expert with every row: places that are full, and one that is not."""
     made = case(13, 32, 4)
     made.bias = torch.zeros(32)
     made.bias[[3, 8, 9, 31]] = 50.0
     calls = check(made, capacity)
-    entry = "experts_stream" if capacity <= 256 else "experts_grouped"
+    entry = "experts_stream" if capacity <= 128 else "experts_grouped"
     assert calls[-1].variant.entry == entry and dict(calls[-1].variant.constants)["ROWS"] == capacity
 
 
 @pytest.mark.parametrize("kind", ["pinned", "traced"])
-@pytest.mark.parametrize(("experts", "sm_count", "group_sms"), [(16, 8, 2), (12, 11, 3), (64, 6, 1), (5, 132, 4)])
-@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "sm_count", "group_sms"), [(3, 16, 8, 2), (20, 12, 11, 3), (20, 64, 6, 1), (3, 5, 132, 4)]
+)
 def test_topologies(tokens: int, experts: int, sm_count: int, group_sms: int, kind: TopologyKind) -> None:
     counts = [(expert * 37) % 11 for expert in range(experts)] if kind == "traced" else None
     placed = place(ExpertShapes(experts, HIDDEN, INNER), sm_count, kind, group_sms, counts)
@@ -212,21 +215,3 @@ def test_wide_rows() -> None:
     """More groups than a block has, and rows that are no multiple of its threads."""
     for tokens in (2, 20):
         check(case(tokens, 24, 4, hidden=128 * 19))
-
-
-@pytest.mark.parametrize("capacity", [16, 32])
-def test_counts(capacity: int) -> None:
-    """The kernels can add up how often an expert was chosen."""
-    made = case(11, 32, 4)
-
-    def counted(calls: list[KernelCall]) -> list[KernelCall]:
-        # Into memory of the last call, which starts as -1.
-        counts = calls[-1].args[-3]
-        *first, lists, last = calls
-        constants = {**dict(lists.variant.constants), "COUNTED": 1}
-        variant = replace(lists.variant, constants=tuple(sorted(constants.items())))
-        return [*first, replace(lists, variant=variant, args=(*lists.args, counts)), last]
-
-    calls, after = run_first_calls("placed_experts", *made.arguments, capacity=capacity, sm_count=8, change=counted)
-    found = view(after, replace(calls[-1].args[-3], dtype=DType.I32, strides=(1,)), (32,))
-    assert (found + 1).tolist() == torch.bincount(made.routed()[0].flatten(), minlength=32).tolist()

@@ -182,8 +182,3 @@ def test_more_choices_than_there_is_room_for() -> None:
     n["l0_route"].args = (*n["l0_route"].args[:2], 17, 1.5)
     with pytest.raises(PassError, match="5 of them and 17 a token, at most 512 and 16 fit"):
         place_experts(gm, hopper(topology="pinned"))
-
-
-def test_counting_is_refused() -> None:
-    with pytest.raises(PassError, match=r"`experts.routing_counts` is true"):
-        place_experts(before(), hopper(routing_counts=True))

@@ -66,7 +66,8 @@ def test_facts(name: str) -> None:
     assert [row["choice"] for row in facts["layers"]] == ["hash"] * 2 + ["score"] * 6
     assert [row["tokens"] for row in facts["buckets"]] == [1, 16]
     assert {row["kernel"] for row in facts["buckets"]} == {"experts_stream"}
-    assert all(row["place_pairs"] in (8, 16) for row in facts["buckets"])
+    assert all(row["place_pairs"] == 8 for row in facts["buckets"])
+    assert [row["halves"] for row in facts["buckets"]] == [True, False]
 
 
 @pytest.mark.parametrize("name", ("pinned", "traced"))

@@ -45,9 +45,9 @@ def manifest_of(kind: TopologyKind, group_sms: int = 12) -> tuple[dict[str, Any]
         "sm_counts": list(SM_COUNTS),
         "layers": layers,
         "buckets": [
-            {"tokens": 1, "kernel": "experts_stream", "place_pairs": 8},
-            {"tokens": 256, "kernel": "experts_stream", "place_pairs": 16},
-            {"tokens": 1024, "kernel": "experts_grouped", "place_pairs": 128},
+            {"tokens": 8, "kernel": "experts_stream", "place_pairs": 8, "halves": True},
+            {"tokens": 64, "kernel": "experts_stream", "place_pairs": 8, "halves": False},
+            {"tokens": 1024, "kernel": "experts_grouped", "place_pairs": 128, "halves": False},
         ],
     }
     code = [

@@ -129,7 +129,7 @@ def test_json(engine: Path, kind: TopologyKind, capsys: pytest.CaptureFixture[st
     assert [sm for group in data["groups"] for sm in group["sms"]] == list(range(132))
     assert sorted(expert for group in data["groups"] for expert in group["experts"]) == list(range(64))
     step = data["step"]
-    assert step["place_pairs"] == 16 and sum(hit["pairs"] for hit in step["hit"]) == 160
+    assert (step["place_pairs"], step["halves"]) == (8, False) and sum(hit["pairs"] for hit in step["hit"]) == 160
     units = [(u["expert"], u["place"], u["panel"]) for sm in step["sms"] for u in sm["first_phase"]]
     assert len(set(units)) == len(units) == step["places"] * SHAPES.up_panels
     assert sum(sm["read_bytes"] for sm in step["sms"]) == step["places"] * EXPERT_BYTES
@@ -147,7 +147,7 @@ def test_seed(pinned: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--sm-count", "100"], "is not for a card of 100 SMs\n\nhint: choose one of: 132, 114"),
         (
             ["--tokens", "300"],
-            "in a step of 300 tokens the SMs of a group take their units as they become free; steps of up to 256",
+            "in a step of 300 tokens the SMs of a group take their units as they become free; steps of up to 64",
         ),
         (["--hit", "3:300"], "a step of 300 tokens"),
         (["--hit", ""], "--hit has ''"),

@@ -8,7 +8,7 @@
 //   CHOICES, SCALE            experts of a row, what its weights add up to
 //   BIASED, CHOICE_TYPE       1: by score, `by` is a bias [EXPERTS] of that type
 //                             0: by token id, `by` is a table i64 [V, CHOICES], token_ids int [T]
-//   TILE, GROUPS, COUNTED, MORE_COUNTERS  of the lists (place_lists.cuh)
+//   TILE, GROUPS, MORE_COUNTERS  of the lists (place_lists.cuh)
 //   ROW_COUNTERS              counters of a row, HIDDEN / 64 or none
 //   THREADS                   of a block
 // Results:
@@ -16,7 +16,7 @@
 //   xq e4m3 [T, HIDDEN]       of 32 columns, byte p < 16 is column 8 * (p / 4) + p % 4, byte 16 + p the one 4 behind it
 //   xs float [T, HIDDEN/128]  their scales, powers of two
 //   counters u32 [PLACES + MORE_COUNTERS + T * ROW_COUNTERS]: 0, those of the places and rows of this step
-// `topology` is a parameter where there are groups, `counts` u32 [EXPERTS] where pairs are counted.
+// `topology` is a parameter where there are groups.
 #include "hopper.cuh"
 #include "place_lists.cuh"
 #include "quantize.cuh"
@@ -51,7 +51,7 @@ struct Rounded {
   u32* counters;  // of rows
 };
 
-// Octet `index` of all rows, with the other lanes of its 128 columns: all lanes come, `valid` ones have rows of the step.
+// Octet `index` of all rows, and the other lanes its 128 columns; all lanes come, `valid` ones have rows of the step.
 __device__ __forceinline__ void round_octet(const Octet& octet, int index, bool valid, const Rounded& to) {
   float amax = 0;
 #pragma unroll
@@ -160,7 +160,8 @@ static_assert(EXPERTS <= THREADS && GROUPS + 1 <= THREADS && THREADS % LANES == 
 constexpr int CANDIDATES = X_ROWS * EXPERTS;
 static_assert(X_ROWS <= THREADS / LANES);
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Many threads would make the compiler aim at two blocks on an SM, and spill; there is one such block in all.
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 512 ? 1 : 0)
 experts_lists(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ by,
 #if !BIASED
               const int* __restrict__ token_ids,
@@ -171,9 +172,6 @@ experts_lists(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ 
 #endif
               float* __restrict__ weights, int* __restrict__ list, Place* __restrict__ places, int* __restrict__ heads,
               u8* __restrict__ xq, float* __restrict__ xs, u32* __restrict__ counters,
-#if COUNTED
-              u32* __restrict__ counts,
-#endif
               const StepHeader* __restrict__ step) {
   launch_dependents();
   const int thread = (int)threadIdx.x;
@@ -202,7 +200,7 @@ experts_lists(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ 
     route_row(router, row, own, chosen + row * CHOICES, scores + row * CHOICES, weights);
   }
   __syncthreads();
-  list_places(chosen, rows * CHOICES, rank, histograms, {list, places, heads, counters, COUNTS});
+  list_places(chosen, rows * CHOICES, rank, histograms, {list, places, heads, counters});
 }
 #endif
 
@@ -245,15 +243,12 @@ experts_rows(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ b
 
 #if PART == 2
 // `ids` without __restrict__: they come from a launch that may still be under way, so that they must not be read early.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts_places(const int* ids,
 #if GROUPS > 1
                const int* __restrict__ topology,
 #endif
                int* __restrict__ list, Place* __restrict__ places, int* __restrict__ heads, u32* __restrict__ counters,
-#if COUNTED
-               u32* __restrict__ counts,
-#endif
                const StepHeader* __restrict__ step) {
   launch_dependents();
   DYNAMIC_SHARED(shared);
@@ -263,6 +258,6 @@ experts_places(const int* ids,
   clear_histograms(histograms);
   __syncthreads();
   wait_for_launch_before();
-  list_places(ids, pairs, rank, histograms, {list, places, heads, counters, COUNTS});
+  list_places(ids, pairs, rank, histograms, {list, places, heads, counters});
 }
 #endif

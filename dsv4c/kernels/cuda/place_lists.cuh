@@ -3,7 +3,6 @@
 //   TILE                      pairs of a place at most
 //   GROUPS                    of SMs; above 1 `topology` says the order of experts (dsv4c/graph/topology.py)
 //   THREADS                   of the block, EXPERTS or more
-//   COUNTED                   1: pairs are added to `counts`
 //   MORE_COUNTERS             that are zeroed behind those of the places
 // Everything follows from the experts alone: the pairs of an expert ascend, and no run differs from another.
 #pragma once
@@ -23,16 +22,11 @@ constexpr int LONGEST = (CHUNKS + STRETCHES - 1) / STRETCHES;  // chunks of 32 p
 constexpr int AHEAD = LONGEST < 8 ? LONGEST : 8;               // chunks whose experts are loaded together
 constexpr int HISTOGRAM_BYTES = STRETCHES * EXPERTS * 4;       // dynamic shared memory
 
-// The parameters that not every kernel has.
+// A parameter that not every kernel has.
 #if GROUPS > 1
 #define TOPOLOGY topology
 #else
 #define TOPOLOGY nullptr
-#endif
-#if COUNTED
-#define COUNTS counts
-#else
-#define COUNTS nullptr
 #endif
 
 // What the lists go to.
@@ -41,7 +35,6 @@ struct PlaceLists {
   Place* places;
   int* heads;
   u32* counters;  // one a place, then more
-  u32* counts;
 };
 
 // The part of the topology that a thread uses: it may be loaded long before.
@@ -132,9 +125,6 @@ __device__ __forceinline__ void list_places(const int* experts, int pairs, const
       to.places[first_place + i] = make_int4(rank.expert, first + i * TILE, min(TILE, count - i * TILE), 0);
       to.counters[first_place + i] = 0;
     }
-#if COUNTED
-    if (count) to.counts[rank.expert] += (u32)count;
-#endif
   }
   __syncthreads();
 
