@@ -1,6 +1,6 @@
 """The machine code of a plan: every kernel compiled, put one after the other into the KERNELS section."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,15 +66,22 @@ def compile_section(
             places[kernel.cubin], len(kernel.cubin), kernel.symbol, kernel.dynamic_shared_bytes
         )
     facts = [_facts(variant, compiled[variant], call, operator) for operator, variant, call in _first_uses(plan)]
-    warnings = [
-        f"kernel {variant.entry} ({_constants(variant)}) spills {compiled[variant].spill_bytes} bytes of registers"
-        for variant in variants
-        if compiled[variant].spill_bytes
-    ]
+    warnings = spill_warnings(compiled)
     if cache is not None and cache.warning is not None:
         warnings.append(cache.warning)
     # The first report comes when the cache has been looked through.
     return KernelSection(bytes(data), images, facts, warnings, counts[0])
+
+
+def spill_warnings(compiled: Mapping[KernelVariant, CompiledKernel]) -> list[str]:
+    """A line for each kernel some variants of which spill registers; the manifest says which."""
+    entries = sorted({variant.entry for variant, kernel in compiled.items() if kernel.spill_bytes})
+    warnings = []
+    for entry in entries:
+        spilled = [kernel.spill_bytes for variant, kernel in compiled.items() if variant.entry == entry]
+        count = sum(size > 0 for size in spilled)
+        warnings.append(f"kernel {entry}: {count} of {len(spilled)} variants spill registers, {max(spilled):,} bytes at most")
+    return warnings
 
 
 def _first_uses(plan: ExecutionPlan) -> Iterator[tuple[str, KernelVariant, KernelCall]]:
@@ -106,7 +113,3 @@ def _facts(variant: KernelVariant, kernel: CompiledKernel, call: KernelCall, ope
         "code_bytes": len(kernel.cubin),
         "compiler": kernel.tool,
     }
-
-
-def _constants(variant: KernelVariant) -> str:
-    return ", ".join(f"{name}={value}" for name, value in variant.constants)

@@ -21,8 +21,10 @@ from dsv4c.engine.format import Bucket, Kernel, Launch, Record, SectionType
 from dsv4c.engine.reader import EngineReader, read_engine
 from dsv4c.errors import EngineFormatError, KernelError
 from dsv4c.graph.annotations import Numerics
-from dsv4c.kernels.compile_request import CompileRequest
+from dsv4c.kernel_section import spill_warnings
+from dsv4c.kernels.compile_request import CompiledKernel, CompileRequest
 from dsv4c.kernels.registry import SELECTORS
+from dsv4c.plan.execution_plan import KernelVariant
 from dsv4c.recipe import Recipe
 from dsv4c.runtime.engine import Engine
 from dsv4c.step_abi import LaunchFlag
@@ -137,3 +139,16 @@ def test_inspect_lists_the_kernels(built: tuple[Path, BuildReport], capsys: pyte
     assert "on 132 SMs" in out and "placed_experts" in out and "registers" in out
     assert main(["inspect", str(built[0]), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["manifest"]["machine_code"]
+
+
+def test_spills_are_one_warning_a_kernel() -> None:
+    def compiled(spill_bytes: int) -> CompiledKernel:
+        return CompiledKernel(b"", "k", 32, 0, 0, spill_bytes, 0, 256, "nvrtc")
+
+    kernels = {
+        KernelVariant("cuda", "one", "one", (("ROWS", 1),)): compiled(0),
+        KernelVariant("cuda", "two", "two", (("ROWS", 1),)): compiled(0),
+        KernelVariant("cuda", "two", "two", (("ROWS", 2),)): compiled(8),
+        KernelVariant("cuda", "two", "two", (("ROWS", 3),)): compiled(1200),
+    }
+    assert spill_warnings(kernels) == ["kernel two: 2 of 3 variants spill registers, 1,200 bytes at most"]
