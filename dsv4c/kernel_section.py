@@ -80,7 +80,8 @@ def spill_warnings(compiled: Mapping[KernelVariant, CompiledKernel]) -> list[str
     for entry in entries:
         spilled = [kernel.spill_bytes for variant, kernel in compiled.items() if variant.entry == entry]
         count = sum(size > 0 for size in spilled)
-        warnings.append(f"kernel {entry}: {count} of {len(spilled)} variants spill registers, {max(spilled):,} bytes at most")
+        most = f"{max(spilled):,} bytes at most"
+        warnings.append(f"kernel {entry}: {count} of {len(spilled)} variants spill registers, {most}")
     return warnings
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections import Counter
 from itertools import pairwise
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -279,3 +280,17 @@ def test_refusals() -> None:
         place(FLASH, H100, "traced", 4)
     with pytest.raises(PlanError, match="counts of 16 experts, the layer 256"):
         place(FLASH, H100, "traced", 4, [1] * 16)
+
+
+@pytest.mark.parametrize(("sm_count", "most"), [(H100, 33), (PCIE, 38)])
+@pytest.mark.parametrize("shapes", [FLASH, ExpertShapes(experts=384, hidden=7168, inner=3072)])
+def test_how_far_a_block_looks_ahead(shapes: ExpertShapes, sm_count: int, most: int) -> None:
+    """The kernel's blocks need not all run at once: one waits for its neighbours alone (dsv4c/kernels/experts.md)."""
+    for places, halves in product((6, 7, 8, 9, 12, 24, 47), (False, True)):
+        own = [stretches(shapes, places, sm, sm_count, halves) for sm in range(sm_count)]
+        last: dict[int, int] = {}  # the last SM that has panels of the place's first projection
+        for sm, stretch in enumerate(own):
+            last |= {panel // shapes.up_panels: sm for run in stretch.up for panel in run}
+        for sm, stretch in enumerate(own):
+            wanted = {panel // shapes.down_panels for run in stretch.down for panel in run}
+            assert max((last[place] for place in wanted), default=0) - sm < most
