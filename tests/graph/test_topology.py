@@ -5,8 +5,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from itertools import pairwise
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
