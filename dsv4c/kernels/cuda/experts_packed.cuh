@@ -1,8 +1,9 @@
 // The packed experts of a layer (dsv4c/plan/expert_packing.py) and the lists of who takes them (experts_lists.cu).
 //
-// An expert's record is the panels of w13, then those of w2. A panel has 64 rows and all columns, as tiles of 128 columns
-// one after the other; a tile has four row groups of 16 row slots. A panel of w13 holds 32 rows of the gate and the same
-// 32 of up: slot s < 8 of row group r is gate row 8r + s, slot s + 8 is up row 8r + s. Macros: FP8, HIDDEN, INNER.
+// An expert's record is the panels of w13, then those of w2. A panel has 64 rows and all columns, as tiles of 128
+// columns one after the other; a tile has four row groups of 16 row slots. A panel of w13 holds 32 rows of the gate and
+// the same 32 of up: slot s < 8 of row group r is gate row 8r + s, slot s + 8 is up row 8r + s. Macros: FP8, HIDDEN,
+// INNER.
 #pragma once
 
 #include "dtype.cuh"

@@ -1,11 +1,11 @@
 // The routed experts of a step of few rows, in one launch of a block on every SM: the weights of the experts hit stream
 // from memory once, through a ring in shared memory, past warps that decode and multiply them.
 //
-// Work is counted in panels (experts_packed.cuh) of the places of the list: first all panels of w13, whose products h go
-// to global memory, then all of w2. Each block has a contiguous stretch of both, so that all read about the same number
-// of bytes; its weights flow on from the first to the second without a pause, while whoever computes waits for a place's
-// h on the counter of that place. Before its first wait a block has done all of its first stretch: however few blocks
-// run at a time, the blocks of the first places can always finish, and make room (dsv4c/kernels/README.md).
+// Work is counted in panels (experts_packed.cuh) of the places of the list: first all panels of w13, whose products h
+// go to global memory, then all of w2. Each block has a contiguous stretch of both, so that all read about the same
+// number of bytes; its weights flow on from the first to the second without a pause, while whoever computes waits for a
+// place's h on the counter of that place. Before its first wait a block has done all of its first stretch: however few
+// blocks run at a time, the blocks of the first places can always finish, and make room (dsv4c/kernels/README.md).
 //
 // The warps of a block:
 //   0 to 15   compute, as four warpgroups that share the columns: of each slot of the ring (64 rows x 512 columns),
@@ -15,9 +15,9 @@
 // Not one more: with five warps on each quarter of an SM a thread has 96 registers, with six only 80. A warp that
 // finishes waits for its stores before it counts, which takes longer than a panel: so each has a panel of its own.
 //
-// Macros: FP8 (0: FP4), HIDDEN, INNER, EXPERTS, CHOICES, RECORD_BYTES (from one expert to the next), LIMIT, SMS, GROUPS (of
-// SMs that share places), TILE (pairs of a place: 8), ROWS (the bucket's), OUT_STRIDE, SLOTS (of the ring),
-// HALVES (1: the places are done in two halves), SHARED_BYTES; for measuring, STREAM_ONLY 1 leaves the products out.
+// Macros: FP8 (0: FP4), HIDDEN, INNER, EXPERTS, CHOICES, RECORD_BYTES (from one expert to the next), LIMIT, SMS, GROUPS
+// (of SMs that share places), TILE (pairs of a place: 8), ROWS (the bucket's), OUT_STRIDE, SLOTS (of the ring), HALVES
+// (1: the places are done in two halves), SHARED_BYTES; for measuring, STREAM_ONLY 1 leaves the products out.
 #include "experts_stream_compute.cuh"
 #include "experts_stream_finish.cuh"
 #include "step.cuh"

@@ -44,7 +44,8 @@ __device__ __forceinline__ void multiply_fp4(const ComputeWarp& warp, int ring_o
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; i++) sums[i] = fmaf(bits_to_float(i % 2 ? input_scales.y : input_scales.x), scaled[i], sums[i]);
+  for (int i = 0; i < 4; i++)
+    sums[i] = fmaf(bits_to_float(i % 2 ? input_scales.y : input_scales.x), scaled[i], sums[i]);
 }
 
 __device__ __forceinline__ void multiply_fp8(const ComputeWarp& warp, int ring_offset, SharedAddress empty, int slot,
@@ -105,8 +106,8 @@ __device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp&
   if (++buffer.slot == BUFFERS) buffer.slot = 0, buffer.parity ^= 1;
 }
 
-// The inputs of the first projection: rows of x that are e4m3 already. What is in the columns of pairs that the place lacks
-// does not matter.
+// The inputs of the first projection: rows of x that are e4m3 already. What is in the columns of pairs that the place
+// lacks does not matter.
 __device__ __forceinline__ void load_x(Shared& shared, const ComputeWarp& warp, const Place& place, const u8* xq,
                                        const float* xs) {
   constexpr int PIECES = TILE_COLUMNS / 16, EACH = (SLOTS1 * TILE * PIECES + 127) / 128;

@@ -68,8 +68,8 @@ __device__ __forceinline__ void finish_parts(const Place& place, const int* pair
 }
 
 // Counts the parts of a panel; who finds them complete for a row adds them up.
-__device__ __forceinline__ void count_parts(const Place& place, const int* pairs, int panel, int lane, const float* parts,
-                                            u32* rows_done, float* out) {
+__device__ __forceinline__ void count_parts(const Place& place, const int* pairs, int panel, int lane,
+                                            const float* parts, u32* rows_done, float* out) {
   __syncwarp();
   global_fence();
   const int row = lane < place.count ? pairs[place.first + lane] / CHOICES : 0;

@@ -12,8 +12,8 @@ struct Run {
   __device__ __forceinline__ int count() const { return end - begin; }
 };
 
-// What a block does, in this order: its panels of w13 of the first half of the places, of the second half, then of w2. So
-// h of the first half is ready when it is wanted, and that of the second by the time the first is done.
+// What a block does, in this order: its panels of w13 of the first half of the places, of the second half, then of w2.
+// So h of the first half is ready when it is wanted, and that of the second by the time the first is done.
 struct Stretch {
   Run first[2], second[2];  // by halves
 };

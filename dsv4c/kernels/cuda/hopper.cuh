@@ -1,5 +1,5 @@
-// What Hopper adds, as functions: barriers in shared memory that count bytes, bulk copies that arrive at them, e4m3 products
-// of a warpgroup, waiting for the launch before, and counters between blocks.
+// What Hopper adds, as functions: barriers in shared memory that count bytes, bulk copies that arrive at them, e4m3
+// products of a warpgroup, waiting for the launch before, and counters between blocks.
 #pragma once
 
 #include "dtype.cuh"
@@ -19,7 +19,9 @@ __device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 // By the thread that initialised them, before the others use them (behind a barrier of the block).
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_arrive(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -38,7 +40,9 @@ __device__ __forceinline__ void barrier_wait(SharedAddress barrier, u32 parity) 
       "r"(parity)
       : "memory");
 }
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) { barrier_wait(shared_address(barrier), parity); }
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+  barrier_wait(shared_address(barrier), parity);
+}
 // The calling thread's earlier cp_async copies arrive when they are done; it counts as one of the arrivals.
 __device__ __forceinline__ void cp_async_arrive(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

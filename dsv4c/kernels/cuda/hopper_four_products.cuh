@@ -1,5 +1,6 @@
-// Four products of a warpgroup with eight columns each (hopper.cuh), for the 128 columns that share a scale of the inputs.
-// One statement from the fence to the wait: the compiler can put nothing between that would make it wait after every one.
+// Four products of a warpgroup with eight columns each (hopper.cuh), for the 128 columns that share a scale of the
+// inputs. One statement from the fence to the wait: the compiler can put nothing between that would make it wait after
+// every one.
 #pragma once
 
 #include "hopper.cuh"
