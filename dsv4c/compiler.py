@@ -16,6 +16,7 @@ from dsv4c.engine.summary import weight_lines
 from dsv4c.engine.writer import EngineParts, check_space, write_engine
 from dsv4c.errors import InputError
 from dsv4c.goldens import record_goldens
+from dsv4c.graph.annotations import unplaced_experts
 from dsv4c.graph.builder import build_graph
 from dsv4c.graph.parameters import Measure, WeightReader
 from dsv4c.kernel_section import KernelSection, compile_section
@@ -122,6 +123,8 @@ def build_engine(
     if not force:
         require_fit(fit, target, str(checkpoint_path))
     notes = l2_notes(engine_experts(plan), recipe, target)
+    if recipe.numerics == "reference" and (reason := unplaced_experts(graph)):
+        notes.append(f"routed experts run in several launches: {reason}")
     if dump_dir is not None:
         (dump_dir / "plan.txt").write_text(format_plan(plan))
     check_space(output, plan.weights.size_bytes)

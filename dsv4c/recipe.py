@@ -90,7 +90,7 @@ class ExpertsRecipe:
         if self.topology == "traced" and self.trace is None:
             raise RecipeError(
                 '`experts.topology` is "traced" without a trace',
-                hint="name the file in `experts.trace`, or use another",
+                hint="name the file in `experts.trace`, or choose another topology",
             )
         if self.topology != "traced" and self.trace is not None:
             raise RecipeError(
@@ -122,7 +122,9 @@ class Recipe:
     def __post_init__(self) -> None:
         _require_choice("numerics", self.numerics, get_args(Numerics))
         if Feature.CUDA in self.target.features:
-            object.__setattr__(self, "experts", self.experts or ExpertsRecipe())
+            experts = self.experts or ExpertsRecipe()
+            _require_groups_on_every_card(experts, self.target)
+            object.__setattr__(self, "experts", experts)
         elif self.experts is not None:
             raise RecipeError(
                 f"`experts` is a table for targets with CUDA kernels; target {self.target.name!r} has none",
@@ -289,6 +291,17 @@ def _require_integer(key: str, value: object, low: int, high: int) -> None:
     # bool is an int in Python, and TOML has `true`.
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise RecipeError(f"`{key}` is {value!r}", hint=f"give a whole number from {low} to {high}")
+
+
+def _require_groups_on_every_card(experts: ExpertsRecipe, target: Target) -> None:
+    """An engine is for every card of its target: groups must fit the one with the fewest SMs."""
+    counts = sorted(target.sm_counts)
+    if experts.topology != "striped" and experts.group_sms > counts[0]:
+        cards = " and ".join(str(count) for count in counts)
+        raise RecipeError(
+            f"`experts.group_sms` is {experts.group_sms}; an engine for {target.name!r} is for cards of {cards} SMs",
+            hint=f"give a whole number from 1 to {counts[0]}",
+        )
 
 
 def _require_buckets(key: str, sizes: object) -> None:

@@ -1,6 +1,7 @@
 """What every test has: one torch thread, text goldens, and skips that say what is missing."""
 
 import importlib.util
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,10 @@ GOLDEN = Path(__file__).parent / "golden"
 
 # Two workers share two cores; more threads would only wait for each other.
 torch.set_num_threads(1)
+
+# A shell that runs the tests in the background has Ctrl-C ignored, for all children too; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

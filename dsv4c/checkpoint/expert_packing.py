@@ -299,7 +299,7 @@ def _require_close_scales(matrix: StoredMatrix, name: str) -> None:
         raise CheckpointError(
             f"`{name}` cannot be packed: the scales of row {int(row[at])}, columns {column} to "
             f"{column + TILE_COLUMNS - 1}, lie a factor of 2^{int(spread[at])} apart; the kernels are exact up to "
-            f"2^{SCALE_RANGE} ({len(wrong)} such places)",
+            f"2^{SCALE_RANGE}; blocks like it: {len(wrong)}",
             hint='set `layout = "checkpoint"` in the table `[experts]` of the recipe: kernels of several launches, for '
             "experts as the checkpoint has them",
         )

@@ -178,6 +178,18 @@ class StateLayout:
         return sum(plane.unit_bytes for plane in self.planes if plane.kind is StateKind.BLOCK)
 
 
+def note_unplaced_experts(gm: GraphModule, reason: str) -> None:
+    """Some layers' routed experts keep to the kernels of several launches."""
+    gm.meta["dsv4_unplaced_experts"] = reason
+
+
+def unplaced_experts(gm: GraphModule) -> str | None:
+    """Why, where there are any."""
+    reason = gm.meta.get("dsv4_unplaced_experts")
+    assert reason is None or isinstance(reason, str)
+    return reason
+
+
 def set_state_layout(gm: GraphModule, layout: StateLayout) -> None:
     gm.meta["dsv4_state_layout"] = layout
 

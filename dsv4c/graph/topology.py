@@ -5,7 +5,7 @@ by rule from the tokens that its experts got: the pairs (token, choice) of an ex
 the places of a group are taken in rank order, and the panels of all of them are split over the group's SMs, one piece
 an SM. In steps of few rows that is done for each half of the places, so that an SM has two pieces. A panel of a place
 is a unit: 64 rows of the first matrices (32 of gate, 32 of up) in the first phase, 64 rows of the second matrix in the
-second. `stretches` here and `stretch_of` in kernels/cuda/experts_stream.cu are the same rule.
+second. `stretches` here and `stretch_of` in kernels/cuda/experts_stretch.cuh are the same rule.
 
     striped   one group of all SMs: every SM reads a stripe of every expert that was hit
     pinned    groups of a few SMs, expert e in group e % groups

@@ -20,7 +20,16 @@ from torch.fx.passes.infra.pass_base import PassResult
 from dsv4c.checkpoint.expert_packing import fits, record_bytes
 from dsv4c.checkpoint.formats import Encoding
 from dsv4c.errors import PassError
-from dsv4c.graph.annotations import Constant, Parameter, get_flags, get_layer, get_parameter, get_placeholder, value_of
+from dsv4c.graph.annotations import (
+    Constant,
+    Parameter,
+    get_flags,
+    get_layer,
+    get_parameter,
+    get_placeholder,
+    note_unplaced_experts,
+    value_of,
+)
 from dsv4c.graph.emit import Emitter
 from dsv4c.graph.expert_ops import ACT_GROUP
 from dsv4c.graph.topology import ExpertShapes, place
@@ -34,6 +43,8 @@ dsv4 = torch.ops.dsv4
 
 # What the kernels have room for.
 MAX_EXPERTS, MAX_CHOICES = 512, 16
+# With one, a step of one row has one place, for which all SMs would have to run at once (dsv4c/kernels/experts.md).
+MIN_CHOICES = 2
 _NEEDED = (Feature.CUDA, Feature.FP8_MMA, Feature.WGMMA)
 
 
@@ -61,6 +72,7 @@ def place_experts(gm: GraphModule, ctx: PassContext) -> PassResult:
         obstacle = _obstacle(ffn, router, packed, ctx.target)
         if obstacle is not None:
             _require_default(ffn, obstacle, recipe)
+            note_unplaced_experts(gm, obstacle)
             continue
         assert router is not None and packed is not None
         _replace(gm, ffn, router, packed, ctx.target, recipe)
@@ -121,6 +133,8 @@ def _obstacle(ffn: Node, router: _Router | None, packed: Parameter | None, targe
         return "their FP4 scales are no exponents"
     if packed.experts > MAX_EXPERTS or router.k > MAX_CHOICES:
         return f"there are {packed.experts} of them and {router.k} a token, at most {MAX_EXPERTS} and {MAX_CHOICES} fit"
+    if router.k < MIN_CHOICES:
+        return "a token has one expert: all SMs would have to run at once for the kernels to go on"
     return None
 
 

@@ -55,6 +55,12 @@ class StoredTopology:
             if tokens <= bucket["tokens"]:
                 return bucket["place_pairs"], bucket["halves"]
         most = max((bucket["tokens"] for bucket in buckets), default=0)
+        largest = max(bucket["tokens"] for bucket in self.facts["buckets"])
+        if tokens > largest:
+            raise InputError(
+                f"no step of this engine has {tokens:,} tokens: its largest bucket has {largest:,} rows",
+                hint="draw a smaller step with --tokens or --hit",
+            )
         raise InputError(
             f"in a step of {tokens:,} tokens the SMs of a group take their units as they become free; steps of up to "
             f"{most:,} are shared out beforehand",
@@ -107,7 +113,8 @@ def _without(reader: EngineReader, manifest: dict[str, Any]) -> InputError:
         )
     return InputError(
         f"the experts of {reader.path} lie as in the checkpoint; several launches compute them, without a topology",
-        hint='packed experts take reference numerics, FP4 or FP8 weights, and `layout = "packed"` in the recipe',
+        hint="packed experts take reference numerics, FP4 or FP8 weights, hidden and expert widths that 128 divides, "
+        'and `layout = "packed"` in the recipe',
     )
 
 

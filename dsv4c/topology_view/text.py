@@ -55,9 +55,9 @@ def groups_text(stored: StoredTopology) -> str:
     if topology.groups == 1:
         return f"{topology.name}, all {topology.sm_count} SMs share every expert"
     sizes = " or ".join(str(size) for size in sorted(set(topology.group_sms)))
-    held = _span(len(topology.experts_of(group)) for group in range(topology.groups))
+    held = [len(topology.experts_of(group)) for group in range(topology.groups)]
     groups = f"{topology.groups} groups of {sizes} SMs on a card of {topology.sm_count}"
-    return f"{topology.name}, {groups}, {held} experts each"
+    return f"{topology.name}, {groups}, {_span(held)} {'expert' if max(held) == 1 else 'experts'} each"
 
 
 def _facts(stored: StoredTopology) -> list[tuple[str, str]]:

@@ -281,11 +281,21 @@ def test_refusals() -> None:
         place(FLASH, H100, "traced", 4, [1] * 16)
 
 
-@pytest.mark.parametrize(("sm_count", "most"), [(H100, 33), (PCIE, 38)])
 @pytest.mark.parametrize("shapes", [FLASH, ExpertShapes(experts=384, hidden=7168, inner=3072)])
-def test_how_far_a_block_looks_ahead(shapes: ExpertShapes, sm_count: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("sm_count", "all_places", "most"),
+    [
+        (H100, (6, 7, 8, 9, 12, 24, 47), 33),
+        (PCIE, (6, 7, 8, 9, 12, 24, 47), 38),
+        (H100, (2, 3, 4, 5), 66),
+        (PCIE, (2, 3, 4, 5), 57),
+    ],
+)
+def test_how_far_a_block_looks_ahead(
+    shapes: ExpertShapes, sm_count: int, all_places: tuple[int, ...], most: int
+) -> None:
     """The kernel's blocks need not all run at once: one waits for its neighbours alone (dsv4c/kernels/experts.md)."""
-    for places, halves in product((6, 7, 8, 9, 12, 24, 47), (False, True)):
+    for places, halves in product(all_places, (False, True)):
         own = [stretches(shapes, places, sm, sm_count, halves) for sm in range(sm_count)]
         last: dict[int, int] = {}  # the last SM that has panels of the place's first projection
         for sm, stretch in enumerate(own):

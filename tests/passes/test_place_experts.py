@@ -9,8 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.testing import FileCheck
 
-from dsv4c.errors import PassError, PlanError, RecipeError
-from dsv4c.graph.annotations import Constant, Numerics, get_placeholder, set_placeholder
+from dsv4c.errors import PassError, RecipeError
+from dsv4c.graph.annotations import Constant, Numerics, get_placeholder, set_placeholder, unplaced_experts
 from dsv4c.graph.interpreter import Oracle
 from dsv4c.graph.printer import format_graph
 from dsv4c.graph.topology import ExpertShapes, place
@@ -110,9 +110,11 @@ def test_traced_experts_have_a_table_a_layer() -> None:
         run_passes(before(), [place_experts], hopper(topology="traced", group_sms=32, trace=other))
 
 
-def test_groups_larger_than_the_card_are_refused() -> None:
-    with pytest.raises(PlanError, match="groups of 120 SMs on a card of 114 SMs"):
-        run_passes(before(), [place_experts], hopper(topology="pinned", group_sms=120))
+def test_groups_larger_than_the_smallest_card_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"group_sms` is 120; an engine for 'h100' is for cards of 114 and 132 SMs"):
+        hopper(topology="pinned", group_sms=120)
+    # As large as it: a group on either card.
+    run_passes(before(), [place_experts], hopper(topology="pinned", group_sms=114))
 
 
 def test_other_targets_and_layouts_keep_their_operators() -> None:
@@ -182,3 +184,12 @@ def test_more_choices_than_there_is_room_for() -> None:
     n["l0_route"].args = (*n["l0_route"].args[:2], 17, 1.5)
     with pytest.raises(PassError, match="5 of them and 17 a token, at most 512 and 16 fit"):
         place_experts(gm, hopper(topology="pinned"))
+
+
+def test_one_choice_a_token() -> None:
+    """One place would need all SMs at once (dsv4c/kernels/experts.md)."""
+    gm = before("one_even")
+    n = {node.name: node for node in gm.graph.nodes}
+    n["l0_route"].args = (*n["l0_route"].args[:2], 1, 1.5)
+    assert not place_experts(gm, hopper()).modified
+    assert "a token has one expert" in (unplaced_experts(gm) or "")

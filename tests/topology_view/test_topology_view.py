@@ -4,6 +4,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 from dsv4c.cli.main import main
 from dsv4c.engine.format import SectionType
 from dsv4c.engine.reader import read_engine
-from dsv4c.graph.topology import TopologyKind, place
+from dsv4c.graph.topology import ExpertShapes, TopologyKind, place
 from dsv4c.topology_view.step import given_step, sample_step
 from dsv4c.topology_view.stored import stored_topology
-from dsv4c.topology_view.text import topology_text
+from dsv4c.topology_view.text import groups_text, topology_text
 from tests.fixtures import TINY_OFFICIAL
 from tests.topology_view.placed_engine import (
     BEFORE_TABLES,
@@ -150,6 +151,7 @@ def test_seed(pinned: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "in a step of 300 tokens the SMs of a group take their units as they become free; steps of up to 64",
         ),
         (["--hit", "3:300"], "a step of 300 tokens"),
+        (["--tokens", "1025"], "no step of this engine has 1,025 tokens: its largest bucket has 1,024 rows"),
         (["--hit", ""], "--hit has ''"),
         (["--hit", "3,x"], "--hit has 'x'"),
         (["--hit", "3,-1"], "--hit has '-1'"),
@@ -177,7 +179,14 @@ def test_what_has_no_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for without in ({**manifest, "experts": None}, {name: manifest[name] for name in manifest if name != "experts"}):
         path = write_placed_engine(tmp_path / "e.dsv4c", without, weights)
         err = refused([str(path), "--topology"], 12, capsys)
-        assert "lie as in the checkpoint" in err and 'layout = "packed"' in err
+        assert "lie as in the checkpoint" in err and "widths that 128 divides" in err and 'layout = "packed"' in err
+
+
+@pytest.mark.parametrize(("experts", "text"), [(16, "1 expert each"), (40, "1 to 2 experts each")])
+def test_experts_of_a_group_are_counted(experts: int, text: str, pinned: Path) -> None:
+    stored = stored_topology(read_engine(pinned), None, None)
+    topology = place(ExpertShapes(experts, 256, 128), 132, "pinned", 4)
+    assert groups_text(replace(stored, topology=topology)).endswith(f" SMs on a card of 132, {text}")
 
 
 @pytest.mark.parametrize("position", (0, 200, 400))

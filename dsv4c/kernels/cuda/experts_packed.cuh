@@ -1,4 +1,4 @@
-// The packed experts of a layer (dsv4c/plan/expert_packing.py) and the lists of who takes them (experts_lists.cu).
+// The packed experts of a layer (dsv4c/checkpoint/expert_packing.py) and the lists of who takes them (experts_lists.cu).
 //
 // An expert's record is the panels of w13, then those of w2. A panel has 64 rows and all columns, as tiles of 128
 // columns one after the other; a tile has four row groups of 16 row slots. A panel of w13 holds 32 rows of the gate and

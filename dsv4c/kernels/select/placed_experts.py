@@ -35,7 +35,7 @@ STREAM_TILE = 8
 STREAM_THREADS = 640
 # Rows up to which a block does the places in two halves: the second projection of one does not wait for its first.
 HALVES_ROWS = 8
-STRETCH_BYTES = 32  # of a Stretch in cuda/experts_stream.cu
+STRETCH_BYTES = 32  # of a Stretch in cuda/experts_stretch.cuh
 STREAM_SLOTS = 4  # of the ring of weights: more are slower
 STREAM_BUFFERS = 3  # of sums
 
@@ -276,7 +276,7 @@ def _stream_shape(operands: _Operands, selection: Selection) -> tuple[int, int]:
 
 
 def _stream_bytes(operands: _Operands, selection: Selection, tile: int, slots: int) -> int:
-    """The size of `Shared` in cuda/experts_stream.cu, which compares it."""
+    """The size of `Shared` in cuda/experts_stream.cuh, which compares it."""
     columns = ceil_div(max(operands.hidden, operands.inner), 512)
     pairs = selection.tokens * operands.choices
     inputs = 4 * columns * tile * (128 + 4)
