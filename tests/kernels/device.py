@@ -6,34 +6,16 @@ import functools
 import statistics
 from collections.abc import Callable, Sequence
 
+from tests.kernels.driver_structs import MAX_DYNAMIC_SHARED, PROGRAMMATIC, LaunchAttribute, LaunchConfig
+
 _SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_ATTRIBUTE_CLUSTER, _ATTRIBUTE_COOPERATIVE, _ATTRIBUTE_PROGRAMMATIC = 4, 2, 6
+_ATTRIBUTE_CLUSTER, _ATTRIBUTE_COOPERATIVE = 4, 2
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class DeviceError(Exception):
     """A call of the driver failed."""
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, then a union of 64 bytes."""
-
-    _fields_ = (("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
 
 
 class Device:
@@ -114,24 +96,24 @@ class Device:
         """Starts a grid whose parameters are pointers."""
         self._use()
         if shared_bytes > 48 << 10:
-            self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, ctypes.c_int(shared_bytes))
+            self._call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, ctypes.c_int(shared_bytes))
         values = (ctypes.c_uint64 * len(pointers))(*pointers)
         parameters = (ctypes.c_void_p * len(pointers))(
             *(ctypes.addressof(values) + 8 * index for index in range(len(pointers)))
         )
         attributes = []
         if cluster > 1:
-            attributes.append(_Attribute(_ATTRIBUTE_CLUSTER, 0, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
+            attributes.append(LaunchAttribute(_ATTRIBUTE_CLUSTER, 0, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
         if cooperative:
-            attributes.append(_Attribute(_ATTRIBUTE_COOPERATIVE, 0, (ctypes.c_uint32 * 16)(1)))
+            attributes.append(LaunchAttribute(_ATTRIBUTE_COOPERATIVE, 0, (ctypes.c_uint32 * 16)(1)))
         if programmatic:
-            attributes.append(_Attribute(_ATTRIBUTE_PROGRAMMATIC, 0, (ctypes.c_uint32 * 16)(1)))
-        config = _Config(
+            attributes.append(LaunchAttribute(PROGRAMMATIC, 0, (ctypes.c_uint32 * 16)(1)))
+        config = LaunchConfig(
             grid=(ctypes.c_uint * 3)(*grid),
             block=(ctypes.c_uint * 3)(block, 1, 1),
             shared_bytes=shared_bytes,
             stream=self._stream.value,
-            attributes=(_Attribute * max(1, len(attributes)))(*attributes),
+            attributes=(LaunchAttribute * max(1, len(attributes)))(*attributes),
             attribute_count=len(attributes),
         )
         self._call("cuLaunchKernelEx", ctypes.byref(config), function, parameters, None)

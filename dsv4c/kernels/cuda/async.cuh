@@ -34,6 +34,19 @@ __device__ __forceinline__ void cp_async_8(void* shared, const void* global) {
 #endif
 }
 
+// 4 bytes through the L1 cache, both addresses on a multiple of 4.
+__device__ __forceinline__ void cp_async_4(void* shared, const void* global) {
+#ifdef DSV4C_EMULATE
+  if ((u64)shared % 4 || (u64)global % 4) {
+    emulate::report("thread %u: cp_async_4 with an address that is not aligned to 4 bytes", emulate::current);
+    emulate::stop();
+  }
+  emulate::start_copy(shared, global, 4);
+#else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+#endif
+}
+
 // The first `bytes` (0 to 16) of 16, then zeros.
 __device__ __forceinline__ void cp_async_part(void* shared, const void* global, int bytes) {
 #ifdef DSV4C_EMULATE

@@ -94,6 +94,17 @@ __device__ __forceinline__ bf16 to_bf16(float x) {
 #endif
 }
 
+// Two floats as bf16 in one register, `low` in the low half.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+#ifdef DSV4C_EMULATE
+  return (u32)to_bf16(high).bits << 16 | to_bf16(low).bits;
+#else
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#endif
+}
+
 // |x| <= 448, or a NaN.
 __device__ __forceinline__ e4m3 to_e4m3(float x) {
 #ifdef DSV4C_EMULATE

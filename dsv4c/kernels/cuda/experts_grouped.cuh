@@ -78,16 +78,6 @@ struct Shared {
 
 constexpr int FULL_TO_EMPTY = 8 * STAGES;
 
-// A place in a ring of Size, and the parity of the phase that fills it there.
-template <int Size>
-struct Ring {
-  int slot = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == Size) slot = 0, parity ^= 1;
-  }
-};
-
 // Counters in global memory, all zero before the launch: units of the first projection that are done, of each place;
 // the next unit of each group of SMs; units of the second projection that are done, of each strip.
 constexpr int PAIRS = ROWS * CHOICES, PAIRS_HIT = PAIRS < EXPERTS ? PAIRS : EXPERTS;

@@ -31,15 +31,6 @@ __device__ __forceinline__ void copy_weights(Shared& shared, const u8* experts) 
   }
 }
 
-// 4 bytes through the L1 cache, both addresses on a multiple of 4 (async.cuh).
-__device__ __forceinline__ void cp_async_4(void* shared, const void* global) {
-#ifdef DSV4C_EMULATE
-  emulate::start_copy(shared, global, 4);
-#else
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-#endif
-}
-
 // Until the h of a place is complete.
 __device__ __forceinline__ void wait_for_h(const u32* counter) {
   if (threadIdx.x % LANES == 0) wait_for_count(counter, STRIPS1);

@@ -21,17 +21,7 @@ __device__ __forceinline__ float gate_up(float gate, float up) {
 #endif
 }
 
-// Two numbers in bf16, the first in the low half.
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-#ifdef DSV4C_EMULATE
-  return to_bf16(low).bits | (u32)to_bf16(high).bits << 16;
-#else
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-#endif
-}
-// In e4m3.
+// Two numbers in e4m3, the first in the low byte.
 __device__ __forceinline__ u32 pack_e4m3(float low, float high) {
 #ifdef DSV4C_EMULATE
   return to_e4m3(low).bits | (u32)to_e4m3(high).bits << 8;

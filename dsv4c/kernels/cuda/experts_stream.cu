@@ -4,8 +4,8 @@
 // Work is counted in panels (experts_packed.cuh) of the places of the list: first all panels of w13, whose products h
 // go to global memory, then all of w2. Each block has a contiguous stretch of both, so that all read about the same
 // number of bytes; its weights flow on from the first to the second without a pause, while whoever computes waits for a
-// place's h on the counter of that place. Before its first wait a block has done all of its first stretch: however few
-// blocks run at a time, the blocks of the first places can always finish, and make room (dsv4c/kernels/README.md).
+// place's h on the counter of that place. Before its first wait a block has done all of its first stretch, and it waits
+// for its neighbours alone: not all blocks have to run at once (dsv4c/kernels/experts.md).
 //
 // The warps of a block:
 //   0 to 15   compute, as four warpgroups that share the columns: of each slot of the ring (64 rows x 512 columns),
@@ -23,7 +23,7 @@
 #include "step.cuh"
 
 template <int TILES>
-__device__ __forceinline__ void copy_panel(Shared& shared, Ring& ring, const u8* panel, u64 policy) {
+__device__ __forceinline__ void copy_panel(Shared& shared, Ring<SLOTS>& ring, const u8* panel, u64 policy) {
 #pragma unroll 1
   for (int tile = 0; tile < TILES; tile += WARPGROUPS) {
     const int bytes = min(TILES - tile, WARPGROUPS) * TILE_BYTES;
@@ -35,11 +35,10 @@ __device__ __forceinline__ void copy_panel(Shared& shared, Ring& ring, const u8*
 }
 
 // One thread feeds the ring.
-__device__ __forceinline__ void copy_weights(Shared& shared, const Place* places,
-                                             const u8* experts) {
+__device__ __forceinline__ void copy_weights(Shared& shared, const Place* places, const u8* experts) {
   const Stretch& own = shared.own;
   const u64 policy = evict_first_policy();
-  Ring ring;
+  Ring<SLOTS> ring;
   for (int i = 0; i < count(own.first); i++) {
     const int panel = panel_of(own.first, i);
     const u8* const expert = experts + (i64)places[panel / PANELS1].expert * RECORD_BYTES;

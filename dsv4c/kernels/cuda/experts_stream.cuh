@@ -35,14 +35,5 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the selector knows another size");
 
-// A place in the ring, and the parity of the phase that fills it there.
-struct Ring {
-  int slot = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == SLOTS) slot = 0, parity ^= 1;
-  }
-};
-
 // Sums of a row group: element i is of pair 2 (lane % 4) + i % 2 and row slot lane / 4 + i / 2 * 8.
 typedef float Sums[4];

@@ -76,7 +76,8 @@ __device__ __forceinline__ void multiply_fp8(const ComputeWarp& warp, int ring_o
 
 // A warp's part of a panel, handed over to the finishing warps.
 template <int TILES>
-__device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp& warp, Ring& ring, Ring& buffer) {
+__device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp& warp, Ring<SLOTS>& ring,
+                                              Ring<BUFFERS>& buffer) {
   // Where the panels fill the ring a whole number of times, its slots are known to the compiler.
   constexpr bool WHOLE = SLOTS1 % SLOTS == 0 && SLOTS2 % SLOTS == 0;
   constexpr int PANEL_SLOTS = (TILES + WARPGROUPS - 1) / WARPGROUPS;
@@ -103,7 +104,7 @@ __device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp&
   shared.sums[buffer.slot][warp.group * 4 + warp.row_group][warp.lane] = {sums[0], sums[1], sums[2], sums[3]};
   __syncwarp();
   if (warp.lane == 0) barrier_arrive(&shared.computed[buffer.slot]);
-  if (++buffer.slot == BUFFERS) buffer.slot = 0, buffer.parity ^= 1;
+  buffer.advance();
 }
 
 // The inputs of the first projection: rows of x that are e4m3 already. What is in the columns of pairs that the place
@@ -215,7 +216,8 @@ __device__ __forceinline__ void compute(Shared& shared, const Place* places, con
   warp.own_input_scales = fixed_address(warp.input_scales + warp.lane % 4 * 2);
   // The shuffle tells the compiler that it is the same in all lanes.
   warp.operand = __shfl_sync(0xFFFFFFFFu, (u32)product_operand(warp.inputs, HALF_BYTES, 128), 0);
-  Ring ring, buffer;
+  Ring<SLOTS> ring;
+  Ring<BUFFERS> buffer;
   int place = -1;
 #pragma unroll 1
   for (int i = 0; i < count(own.first); i++) {

@@ -5,6 +5,16 @@
 #include "dtype.cuh"
 #include "shared_address.cuh"
 
+// A place in a ring of Size slots that barriers guard, and the parity of the phase that fills it there.
+template <int Size>
+struct Ring {
+  int slot = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == Size) slot = 0, parity ^= 1;
+  }
+};
+
 #ifdef DSV4C_EMULATE
 #include "hopper_emulated.h"
 inline void global_fence() {}
@@ -54,11 +64,6 @@ __device__ __forceinline__ void cp_async_arrive(u64* barrier) {
 __device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ u64 evict_last_policy() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
   return policy;
 }
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes, u64* barrier, u64 policy) {

@@ -25,7 +25,7 @@ VOCABULARY = 4096
 BESIDE = 8192  # rows of the matrix product beside
 # Sums in float32 move some products across a boundary of bf16 and then of e4m3, whose steps are 6 to 12 %: about 1e-3
 # in all. One pair in a wrong place would be 0.4 of its row, one column 0.02.
-TOLERANCE, ROW_TOLERANCE, ELEMENT_TOLERANCE = 3e-3, 2e-2, 0.1
+TOLERANCE, ROW_TOLERANCE, ELEMENT_TOLERANCE = 3e-3, 1.5e-2, 0.1
 
 
 @dataclass(frozen=True)

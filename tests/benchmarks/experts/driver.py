@@ -6,31 +6,11 @@ from functools import cache
 
 import torch
 
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+from tests.kernels.driver_structs import MAX_DYNAMIC_SHARED, PROGRAMMATIC, LaunchAttribute, LaunchConfig
 
 
 class DriverError(Exception):
     """A call of the driver failed."""
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, then a union of 64 bytes."""
-
-    _fields_ = (("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
 
 
 @cache
@@ -55,7 +35,7 @@ def load_function(cubin: bytes, symbol: str, shared_bytes: int) -> ctypes.c_void
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     _call("cuModuleLoadData", ctypes.byref(module), cubin)
     _call("cuModuleGetFunction", ctypes.byref(function), module, symbol.encode())
-    _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, ctypes.c_int(shared_bytes))
+    _call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, ctypes.c_int(shared_bytes))
     return function
 
 
@@ -75,8 +55,8 @@ class Launcher:
         self._values = (ctypes.c_uint64 * len(pointers))(*pointers)
         start = ctypes.addressof(self._values)
         self._parameters = (ctypes.c_void_p * len(pointers))(*(start + 8 * index for index in range(len(pointers))))
-        self._attributes = (_Attribute * 1)(_Attribute(_PROGRAMMATIC, 0, (ctypes.c_uint32 * 16)(1)))
-        self._config = _Config(
+        self._attributes = (LaunchAttribute * 1)(LaunchAttribute(PROGRAMMATIC, 0, (ctypes.c_uint32 * 16)(1)))
+        self._config = LaunchConfig(
             grid=(ctypes.c_uint * 3)(*grid),
             block=(ctypes.c_uint * 3)(block, 1, 1),
             shared_bytes=shared_bytes,

@@ -18,7 +18,6 @@ inline void cp_async_arrive(u64* barrier, int line = __builtin_LINE()) { emulate
 
 // ---- bulk copies ----
 inline u64 evict_first_policy() { return emulate::EVICT_FIRST; }
-inline u64 evict_last_policy() { return emulate::EVICT_LAST; }
 inline void bulk_copy(void* shared, const void* global, int bytes, u64* barrier, u64 policy,
                       int line = __builtin_LINE()) {
   emulate::bulk_copy(shared, global, bytes, barrier, policy, line);

@@ -175,7 +175,7 @@ __device__ void copy_of_20_bytes(const float* x) {
 __device__ void copy_past_the_end(const float* x) {
   DYNAMIC_SHARED(shared);
   u64* const full = begin(shared, 1, 1);
-  if (threadIdx.x == 0) bulk_copy(shared + STAGES * TILE_BYTES, x, TILE_BYTES, full, evict_last_policy());
+  if (threadIdx.x == 0) bulk_copy(shared + STAGES * TILE_BYTES, x, TILE_BYTES, full, evict_first_policy());
 }
 
 __device__ void named_of_other_size(const float*) {
