@@ -49,8 +49,9 @@ check: env
 	$(BIN)/cmake -S dsv4c/runtime -B build/check -DDSV4C_WERROR=ON -DCMAKE_BUILD_TYPE=Release
 	$(BIN)/cmake --build build/check --parallel $(JOBS)
 
+# The tests of a file share engines, libraries of the emulator and compiled kernels: a process has whole files.
 test: env
-	$(BIN)/python -m pytest --numprocesses $(JOBS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: env
 	$(BIN)/python -m pytest -m 'gpu or sm90a or orin'

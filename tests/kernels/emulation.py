@@ -24,11 +24,25 @@ EMULATOR = Path(__file__).parent / "emulator"
 CUDA = ROOT / "dsv4c" / "kernels" / "cuda"
 FLAGS = (
     # Most of a test is the compiler's time; more optimisation takes more than it saves.
-    *("-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-w"),
+    *("-std=c++17", "-Og", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-w"),
     # The kernels view memory as other types; a product is not contracted into a sum unless they say so.
     *("-fno-strict-aliasing", "-ffp-contract=off"),
     # A misaligned access, which a GPU refuses, becomes an illegal instruction, which block.h reports.
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
+)
+# Behind this header, precompiled, come the kernels. What runs a grid takes the compiler longer than most of them, so it
+# is in none: it is compiled once, more optimised, and linked to each.
+_HEADER = (
+    '#include "emulate.h"\n'
+    "extern template std::vector<std::unique_ptr<emulate::Block>>::~vector();\n"
+    "namespace emulate { const char* launch_apart(const unsigned* grid, unsigned block, size_t shared, int order); }\n"
+)
+_LAUNCH = (
+    f"{_HEADER}"
+    "template std::vector<std::unique_ptr<emulate::Block>>::~vector();\n"
+    "const char* emulate::launch_apart(const unsigned* grid, unsigned block, size_t shared, int order) {\n"
+    "  return launch(grid, block, shared, order);\n"
+    "}\n"
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
@@ -58,11 +72,12 @@ def _source(variant: KernelVariant) -> str:
     """The text of the translation unit. Everything is local to it, so that shared variables of templates are too."""
     macros = [f"#define {name} {_macro(value)}\n" for name, value in variant.constants]
     return (
-        '#include "emulate.h"\n'
+        '#include "emulated.h"\n'
         "#define DSV4C_SM_90A 1\n"
         f"{''.join(macros)}"
         f'namespace {{\n#include "{variant.source}.cu"\n}}\n'
         f"#define EMULATE_ENTRY {variant.entry}\n"
+        "#define launch launch_apart\n"
         '#include "driver.h"\n'
     )
 
@@ -90,36 +105,40 @@ def _library(source: str, folders: tuple[Path, ...]) -> ctypes._CFuncPtr:
 
 
 def _compile(compiler: str, source: str, folders: tuple[Path, ...], path: Path) -> None:
-    _precompile(compiler)
+    launch = _precompile(compiler)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        unit = Path(scratch) / "unit.cc"
+        unit, built = Path(scratch, "unit.cc"), Path(scratch, "unit.so")
         unit.write_text(source, encoding="utf-8")
-        built = Path(scratch) / "unit.so"
-        includes = [f"-I{folder}" for folder in (_header_folder(compiler), EMULATOR, *folders)]
-        command = [compiler, *FLAGS, *includes, str(unit), "-o", str(built)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise EmulatorError(f"{' '.join(command)}\n{source}\n{result.stderr}")
+        includes = [f"-I{folder}" for folder in (launch.parent, EMULATOR, *folders)]
+        # Both have the function of fiber.h that switches stacks.
+        _run([compiler, *FLAGS, *includes, str(launch), str(unit), "-Wl,-z,muldefs", "-o", str(built)], source)
         built.replace(path)  # whole or not at all: tests run in several processes
 
 
 @functools.cache
-def _precompile(compiler: str) -> None:
-    """Makes the compiler read the emulator faster; one that cannot use the file ignores it."""
-    folder = _header_folder(compiler)
-    if (folder / "emulate.h.gch").is_file():
-        return
+def _precompile(compiler: str) -> Path:
+    """`_LAUNCH` compiled, with `_HEADER` beside it."""
+    folder = _cache_folder() / _digest(compiler, _LAUNCH, ())
+    launch = folder / "launch.o"
+    if launch.is_file():
+        return launch
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        built = Path(scratch) / "emulate.h.gch"
-        command = [compiler, "-x", "c++-header", *FLAGS, str(EMULATOR / "emulate.h"), "-o", str(built)]
-        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-            built.replace(folder / "emulate.h.gch")
+        header, unit = Path(scratch, "emulated.h"), Path(scratch, "launch.cc")
+        header.write_text(_HEADER, encoding="utf-8")
+        unit.write_text(_LAUNCH, encoding="utf-8")
+        flags = [*FLAGS, f"-I{EMULATOR}"]
+        _run([compiler, "-x", "c++-header", *flags, str(header), "-o", f"{header}.gch"], _HEADER)
+        _run([compiler, *flags, "-O2", "-c", str(unit), "-o", f"{scratch}/launch.o"], _LAUNCH)
+        for name in ("emulated.h.gch", "emulated.h", "launch.o"):
+            Path(scratch, name).replace(folder / name)
+    return launch
 
 
-@functools.cache
-def _header_folder(compiler: str) -> Path:
-    return _cache_folder() / _digest(compiler, "", ())
+def _run(command: list[str], source: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise EmulatorError(f"{' '.join(command)}\n{source}\n{result.stderr}")
 
 
 def _cache_folder() -> Path:
@@ -128,7 +147,7 @@ def _cache_folder() -> Path:
 
 def _digest(compiler: str, source: str, folders: tuple[Path, ...]) -> str:
     """Of the compiler, its options, the emulator, and the text with all that it includes of `folders`."""
-    digest = hashlib.sha256("\0".join([compiler, *FLAGS]).encode())
+    digest = hashlib.sha256("\0".join([compiler, *FLAGS, _LAUNCH]).encode())
     for file in sorted(EMULATOR.glob("*.h")):
         digest.update(file.read_bytes())
     waiting, seen = [source], set()

@@ -1,5 +1,6 @@
 """Compression and selection kernels against their reference bodies, over groups that close in many ways."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +169,8 @@ class Indexer:
             written = ~bits(keys[0]).eq(-1 if keys[0].element_size() > 1 else 255).all(2)
             whole = draw(*written.shape, self.width, seed=3).round().clamp(-2, 2)
             keys = plane(whole, written, self.form)
-        scale = 0.25 if exact else (self.heads * self.width) ** -0.5
+        # About heads * width to the power of -1/2, but so that products are exact; a constant of the kernels.
+        scale = 1.25 * 2.0 ** -round(math.log2(self.heads * self.width) / 2)
         return (
             q.to(self.numerics),
             weights.to(self.numerics),
