@@ -19,7 +19,7 @@ from dsv4c.compiler import BuildReport, build_engine
 from dsv4c.engine.format import SectionType
 from dsv4c.engine.goldens import Goldens
 from dsv4c.engine.reader import EngineReader, read_engine
-from dsv4c.errors import PassError
+from dsv4c.errors import PassError, RecipeError
 from dsv4c.plan.execution_plan import ExecutionPlan, TensorRef
 from dsv4c.recipe import ExpertsRecipe, Recipe, load_recipe, recipes_folder
 from dsv4c.routing_trace import RoutingTrace
@@ -127,6 +127,22 @@ def test_a_traced_engine_says_by_which_trace(tmp_path: Path) -> None:
     assert len(set(places)) == LAYERS
     (constants,) = (each for each in manifest["weights"] if each["encoding"] == "int32")
     assert constants["tensors"] == LAYERS and str(tmp_path) not in json.dumps(manifest)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (range(LAYERS + 1), f"has counts of layer {LAYERS}; the model has layers 0 to {LAYERS - 1}"),
+        (range(LAYERS - 1), f"has no counts of layer {LAYERS - 1}"),
+        (range(1, LAYERS), "has no counts of layer 0"),  # it is routed by token, and placed as the others are
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_a_trace_of_another_model_is_refused(layers: range, message: str, force: bool, tmp_path: Path) -> None:
+    trace = RoutingTrace("a test", EXPERTS, dict.fromkeys(layers, (1,) * EXPERTS))
+    with pytest.raises(RecipeError, match=message):
+        build_engine(TINY_OFFICIAL, recipe(topology="traced", trace=trace), tmp_path / "e", force=force)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_same_build_gives_the_same_bytes(tmp_path: Path) -> None:

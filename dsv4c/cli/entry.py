@@ -4,6 +4,7 @@
 """
 
 import importlib
+import signal
 import sys
 
 from dsv4c.errors import InputError
@@ -16,7 +17,7 @@ def main() -> int:
     """Runs the command line and returns its exit code."""
     try:
         # Not imported above: it imports click, which is what may be missing.
-        return _main_of("dsv4c.cli.main")
+        code = _main_of("dsv4c.cli.main")
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in _PACKAGES:
@@ -28,8 +29,12 @@ def main() -> int:
             hint="install dsv4c again without `--no-deps`; without these packages only `dsv4c.runtime` and "
             "`dsv4c doctor` work",
         )
-    print(problem.to_text(), file=sys.stderr)
-    return problem.exit_code
+        print(problem.to_text(), file=sys.stderr)
+        return problem.exit_code
+    # All is cleared away: while Python and torch end, Ctrl-C ends the process as SIGTERM does, without an exception.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return code
 
 
 def _main_of(module: str, *arguments: list[str]) -> int:

@@ -99,8 +99,9 @@ def _sealed(paths: list[Path]) -> Iterator[list[IO[bytes]]]:
         try:
             files = []
             for temporary in partial:
+                # Before it exists: an interrupt may come at any moment.
+                stack.callback(_discard, temporary)
                 files.append(_locked(temporary, paths[0]))
-                stack.callback(temporary.unlink, missing_ok=True)
                 stack.callback(_close, files[-1])
             yield files
             for file in files:
@@ -113,6 +114,15 @@ def _sealed(paths: list[Path]) -> Iterator[list[IO[bytes]]]:
                 f"cannot write {paths[0]}: {error.strerror or error}",
                 hint="check the free space and the folder's permissions",
             ) from error
+
+
+def _discard(temporary: Path) -> None:
+    """Remove a file that is half written, unless another process is writing it."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink()
 
 
 def _close(file: IO[bytes]) -> None:
@@ -130,8 +140,11 @@ def _locked(temporary: Path, path: Path) -> IO[bytes]:
         if not os.path.samestat(os.fstat(file.fileno()), temporary.stat()):
             raise BlockingIOError
         file.truncate()
-    except (BlockingIOError, FileNotFoundError):
+    except BaseException as error:
+        # Now: the error holds on to this frame, and the file to its lock.
         file.close()
+        if not isinstance(error, BlockingIOError | FileNotFoundError):
+            raise
         raise EngineFormatError(f"another build is writing {path}", hint="wait for it, or choose another -o") from None
     return file
 

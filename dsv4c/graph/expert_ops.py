@@ -52,6 +52,17 @@ def _(logits: Tensor, table: Tensor, token_ids: Tensor, scale: float) -> tuple[T
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
 
 
+@torch.library.custom_op("dsv4::count_routing", mutates_args=("counts",))
+def count_routing(ids: Tensor, counts: Tensor) -> None:
+    """Add to counts int64 [1, E] how often each expert is among ids int32 [T, k], once for each choice of each row."""
+    counts += torch.bincount(ids.flatten(), minlength=counts.shape[1])
+
+
+@count_routing.register_fake
+def _(ids: Tensor, counts: Tensor) -> None:
+    return None
+
+
 def weighted_experts(
     x: Tensor,
     ids: Tensor,

@@ -2,8 +2,8 @@
 
 A reference body is the definition of its operator: plain torch in fp32, rounded once where the schema says so. Every
 kernel of every target is compared with it. Shapes use T (token rows of the step), R (rows that want logits), E
-(experts), k (experts per token), n (mHC streams), D (hidden size). Formula numbers are those of the model
-specification that the README names.
+(experts), k (experts per token), n (mHC streams), D (hidden size); T and R may be 0, so no body leaves a size beside
+them to torch (-1). Formula numbers are those of the model specification that the README names.
 
 Row-wise activations may be float32 (`exact` numerics) or bfloat16 (`reference` numerics): a body computes in float32
 and rounds its result to the dtype of its main input, or to `dtype` where that is an argument.
@@ -53,7 +53,7 @@ def _in_groups(x: Tensor, group: int) -> Tensor:
     """[..., W] -> [..., ceil(W/group), group], the last group padded with zeros."""
     width = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, -width % group))
-    return padded.reshape(*padded.shape[:-1], -1, group)
+    return padded.reshape(*padded.shape[:-1], padded.shape[-1] // group, group)
 
 
 def quantize_fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ def hadamard_transformed(x: Tensor) -> Tensor:
     y = x.float()
     span = 1
     while span < width:
-        pairs = y.reshape(*y.shape[:-1], -1, 2, span)
+        pairs = y.reshape(*y.shape[:-1], width // (2 * span), 2, span)
         y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2).flatten(-3)
         span *= 2
     return y * (1 / math.sqrt(width))
@@ -231,7 +231,7 @@ def grouped_linear(
     """Block-diagonal projection: group g of x [T, groups*I] times rows g*O/groups.. of weight [O, I] -> [T, O]."""
     w = decode_weight(weight, scales, block_rows, block_cols)
     w = w.reshape(groups, -1, w.shape[1])
-    grouped = x.float().reshape(x.shape[0], groups, -1).transpose(0, 1)
+    grouped = x.float().reshape(x.shape[0], groups, w.shape[2]).transpose(0, 1)
     return torch.bmm(grouped, w.transpose(1, 2)).transpose(0, 1).flatten(1).to(x.dtype)
 
 
@@ -262,7 +262,7 @@ def mhc_mix(
     base = base.float()
     pre = torch.sigmoid(mix[:, :n] * scale[0] + base[:n]) + hc_eps
     post = 2 * torch.sigmoid(mix[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = torch.softmax((mix[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n), -1) + hc_eps
+    comb = torch.softmax((mix[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(mix.shape[0], n, n), -1) + hc_eps
     comb = comb / (comb.sum(1, keepdim=True) + hc_eps)
     for _ in range(iterations - 1):
         comb = comb / (comb.sum(2, keepdim=True) + hc_eps)

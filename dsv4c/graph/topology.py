@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from dsv4c.errors import PlanError
@@ -237,27 +237,35 @@ def _balanced(group_sms: Sequence[int], counts: Sequence[int]) -> tuple[int, ...
     return tuple(group_of)
 
 
-def read_table(shapes: ExpertShapes, name: TopologyKind, groups: int, values: Sequence[int]) -> Topology:
-    """The topology whose `table` this is, with or without padding; raises ValueError where it is none."""
+def read_table(shapes: ExpertShapes, name: TopologyKind, sm_count: int, groups: int, values: Sequence[int]) -> Topology:
+    """The topology whose `table` this is, with or without zeros behind it; raises ValueError where it is none.
+
+    `topology_fault` in runtime/src/topology_table.h is the same rule.
+    """
     experts = shapes.experts
+    size = table_size(groups, experts, sm_count)
+    if len(values) < size:
+        raise ValueError("it is too short")
     order, first_rank = tuple(values[:experts]), tuple(values[experts : experts + groups + 1])
     if sorted(order) != list(range(experts)):
         raise ValueError("an expert is missing or there twice")
     # No group is without experts: there are no more groups than those.
-    ascends = len(first_rank) == groups + 1 and list(first_rank) == sorted(set(first_rank))
-    if not ascends or first_rank[0] != 0 or first_rank[-1] != experts:
+    if list(first_rank) != sorted(set(first_rank)) or first_rank[0] != 0 or first_rank[-1] != experts:
         raise ValueError("the ranks of the groups do not cover the experts")
-    seats = values[experts + groups + 1 :]
-    sizes = [0] * groups
-    for group, index, _ in zip(seats[::3], seats[1::3], seats[2::3], strict=False):
-        if 0 <= group < groups and index == sizes[group]:
-            sizes[group] += 1
     group_of = [0] * experts
-    for group in range(groups):
-        for rank in range(first_rank[group], first_rank[group + 1]):
-            group_of[order[rank]] = group
+    for group, (first, end) in enumerate(pairwise(first_rank)):
+        if list(order[first:end]) != sorted(order[first:end]):
+            raise ValueError("the experts of a group do not ascend")
+        for expert in order[first:end]:
+            group_of[expert] = group
+    seats = values[experts + groups + 1 : size]
+    sizes = [0] * groups
+    for group in seats[::3]:
+        if 0 <= group < groups:
+            sizes[group] += 1
     topology = Topology(name, shapes, tuple(sizes), tuple(group_of))
-    table = topology.table()
-    if 0 in sizes or table != tuple(values[: len(table)]) or any(values[len(table) :]):
+    if 0 in sizes or topology.table() != tuple(values[:size]):
         raise ValueError("the seats of the SMs do not follow the groups")
+    if any(values[size:]):
+        raise ValueError("behind it are numbers that belong to nothing")
     return topology

@@ -11,7 +11,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -25,6 +24,7 @@ from dsv4c.cubin_cache import CachedCubin, CubinCache, cache_key
 from dsv4c.errors import KernelError
 from dsv4c.kernels.compile_request import CompiledKernel, CompileRequest, parse_constant, repeat_command
 from dsv4c.kernels.nvrtc import nvrtc_options
+from dsv4c.kernels.scratch import scratch_folder
 from dsv4c.kernels.sources import KERNEL_FOLDER, KernelSources
 from dsv4c.kernels.tool_versions import NVRTC_TOOL, TRITON_TOOL
 from dsv4c.kernels.triton_aot import triton_environment, triton_options
@@ -135,9 +135,9 @@ def _compile(
     if not requests:
         return
     jobs = min(jobs, len(requests))
-    with tempfile.TemporaryDirectory(prefix="dsv4c-kernels-") as scratch:
+    with scratch_folder() as scratch:
         idle: SimpleQueue[_Worker] = SimpleQueue()
-        workers = [_Worker(folder, Path(scratch, str(index))) for index in range(jobs)]
+        workers = [_Worker(folder, scratch / str(index)) for index in range(jobs)]
         for worker in workers:
             idle.put(worker)
 

@@ -96,7 +96,7 @@ def stored_topology(reader: EngineReader, layer: int | None, sm_count: int | Non
         start = table["offset"] + 4 * table["row"] * counts.index(sms)
         values = struct.unpack(f"<{size}i", reader.weight_bytes(start, 4 * size))
         try:
-            found = read_table(shapes, kind, groups, values)
+            found = read_table(shapes, kind, sms, groups, values)
         except ValueError as error:
             raise EngineFormatError(
                 f"{reader.path}: the topology of layer {chosen} is damaged: {error}",

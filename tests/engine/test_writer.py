@@ -1,5 +1,6 @@
 """Writing and reading an engine file: layout, sealing, and what is left behind when it does not work."""
 
+import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,3 +151,32 @@ def test_a_killed_build_leaves_no_engine_and_the_next_one_works(tmp_path: Path) 
     write_engine(path, parts(), blocks())
     read_engine(path).verify_weights()
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_interrupt_leaves_nothing(tmp_path: Path, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any call of the system, also between making a file and having it."""
+    for moment in range(100):
+        calls = 0
+
+        def interrupting(function: Any, moment: int = moment) -> Any:
+            def call(*args: Any, **named: Any) -> Any:
+                nonlocal calls
+                result = function(*args, **named)
+                calls += 1
+                if calls == moment + 1:
+                    raise KeyboardInterrupt
+                return result
+
+            return call
+
+        with monkeypatch.context() as patched:
+            for module, name in ((os, "open"), (os, "fdopen"), (os, "fstat"), (os, "fsync"), (fcntl, "flock")):
+                patched.setattr(module, name, interrupting(getattr(module, name)))
+            try:
+                write_engine(tmp_path / "e.dsv4c", parts(), blocks(), split_weights=split)
+            except KeyboardInterrupt:
+                assert list(tmp_path.iterdir()) == [], moment
+                continue
+        break
+    assert 4 <= moment <= 20

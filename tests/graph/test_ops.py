@@ -236,6 +236,14 @@ def test_route_topk_breaks_ties_low_and_ignores_bias_in_weights() -> None:
     torch.testing.assert_close(weights.sum(1), torch.tensor([2.5, 2.5]))
 
 
+def test_count_routing_adds_every_choice() -> None:
+    counts = torch.tensor([[5, 0, 1, 0]])
+    dsv4.count_routing(ints(0, 2, 2, 2).view(2, 2), counts)
+    assert counts.tolist() == [[6, 0, 4, 0]]
+    dsv4.count_routing(torch.empty(0, 2, dtype=INT32), counts)
+    assert counts.tolist() == [[6, 0, 4, 0]]
+
+
 def test_route_hash_takes_the_row_of_the_token() -> None:
     table = torch.tensor([[0, 1], [2, 0], [1, 2]])
     logits = randn(2, 3)
@@ -390,6 +398,7 @@ def state_cases() -> dict[str, Callable[[], tuple[Any, ...]]]:
             *(randn(3, 2, 40, dtype=BF16), randn(3, 40, dtype=BF16), ring, ring_scales, None, None, None),
             *(randn(2), slots, positions, table, 5, 1, 4, 0.2, FREQS),
         ),
+        "count_routing": lambda: (ints(0, 2, 2, 3).view(2, 2), torch.zeros(1, 4, dtype=torch.int64)),
         "commit_ring": lambda: (randn(3, 40, dtype=BF16), ring.clone(), ring_scales.clone(), slots, positions, 4),
     }
 

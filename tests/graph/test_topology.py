@@ -249,8 +249,8 @@ def test_table_reads_back(kind: TopologyKind, sm_count: int) -> None:
     for shapes in (FLASH, SMALL):
         found = topology(shapes, sm_count, kind)
         table = found.table()
-        assert read_table(shapes, kind, found.groups, table) == found
-        assert read_table(shapes, kind, found.groups, [*table, 0, 0, 0]) == found
+        assert read_table(shapes, kind, sm_count, found.groups, table) == found
+        assert read_table(shapes, kind, sm_count, found.groups, [*table, 0, 0, 0]) == found
 
 
 @settings(deadline=None)
@@ -261,15 +261,15 @@ def test_damaged_tables_are_told(position: int, value: int) -> None:
     if table[position] == value:
         return
     table[position] = value
-    with pytest.raises(ValueError, match=r"an expert is missing|ranks of the groups|seats of the SMs"):
-        read_table(SMALL, "pinned", found.groups, table)
+    with pytest.raises(ValueError, match=r"an expert is missing|ranks of the groups|do not ascend|seats of the SMs"):
+        read_table(SMALL, "pinned", H100, found.groups, table)
 
 
 def test_short_tables_are_told() -> None:
     table = topology(SMALL, H100, "pinned").table()
     for length in (0, 10, 20, len(table) - 1):
-        with pytest.raises(ValueError, match=r"an expert is missing|ranks of the groups|seats of the SMs"):
-            read_table(SMALL, "pinned", 16, table[:length])
+        with pytest.raises(ValueError, match="it is too short"):
+            read_table(SMALL, "pinned", H100, 16, table[:length])
 
 
 def test_refusals() -> None:
