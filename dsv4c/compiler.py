@@ -111,6 +111,7 @@ def build_engine(
     """
     checkpoint = open_checkpoint(checkpoint_path)
     output = _checked_output(output, checkpoint)
+    recipe.require_model(checkpoint.config.num_hidden_layers, checkpoint.config.n_routed_experts)
     target = find_plan_target(recipe.target.name, memory_gb)
     if not force:
         check_memory(checkpoint, recipe, target)
@@ -273,6 +274,7 @@ def _manifest(
             "block_tokens": plan.block_tokens,
             "bytes_per_slot": plan.state.slot_bytes,
             "bytes_per_block": plan.state.block_bytes,
+            "bytes_per_session": plan.state.session_bytes,
         },
         "weight_bytes": plan.weights.size_bytes,
     }

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from dsv4c.errors import InputError
-from dsv4c.runtime.engine import Engine, Sampling
+from dsv4c.runtime.engine import Engine, RoutingCounts, Sampling, continue_prompt
+from dsv4c.runtime.step_arrays import int32_array
 from dsv4c.text import IncrementalDecoder, StopStrings, Tokenizer
 from dsv4c.wording import counted
 
@@ -108,8 +109,13 @@ def generate(
     sampling: Sampling,
     output: TextOutput | IdOutput,
     emit: Callable[[str], None],
+    take_counts: Callable[[RoutingCounts], None] | None = None,
 ) -> GenerationResult:
-    """Continues `prompt_ids`, passing every printable piece of the answer to `emit` as soon as it is known."""
+    """Continues `prompt_ids`, passing every printable piece of the answer to `emit` as soon as it is known.
+
+    `take_counts` is given how often each expert was chosen, by the prompt and by every token of the answer but the
+    last, which no step has run.
+    """
     room = room_for(engine, prompt_ids, limits)
     reason: StopReason = "max_tokens" if room.max_tokens == limits.max_tokens else "context"
     token_ids: list[int] = []
@@ -120,22 +126,23 @@ def generate(
             pieces.append(text)
             emit(text)
 
+    prompt = int32_array(prompt_ids, "prompt_ids")
     started = first = last = time.perf_counter()
-    # No stop ids: the end token is handled here, where it is told from the limits.
-    for token_id in engine.generate(
-        prompt_ids, max_new_tokens=room.max_tokens, sampling=sampling, stop_ids=(), context=room.context
-    ):
-        last = time.perf_counter()
-        first = first if token_ids else last
-        token_ids.append(token_id)
-        if token_id in engine.info.eos_token_ids:
-            reason = "eos"
-            break
-        put(output.feed(token_id))
-        if output.stopped:
-            reason = "stop"
-            break
-    put(output.finish())
+    with engine.session(1, room.context) as session:
+        for token_id in continue_prompt(session, prompt, room.max_tokens, sampling):
+            last = time.perf_counter()
+            first = first if token_ids else last
+            token_ids.append(token_id)
+            if token_id in engine.info.eos_token_ids:
+                reason = "eos"
+                break
+            put(output.feed(token_id))
+            if output.stopped:
+                reason = "stop"
+                break
+        put(output.finish())
+        if take_counts is not None:
+            take_counts(session.routing_counts())
     return GenerationResult(
         text="".join(pieces),
         token_ids=token_ids,

@@ -6,7 +6,7 @@ The keys of the file are the fields of `Recipe` (of `WeightsRecipe` in the table
 
 import difflib
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -64,7 +64,7 @@ class WeightsRecipe:
 
 @dataclass(frozen=True)
 class ExpertsRecipe:
-    """How the routed experts run on a target with CUDA kernels.
+    """How the routed experts run on a target with CUDA kernels, and whether the engine counts what is routed to them.
 
     `trace` is read from the file that the recipe names; the manifest has its digest.
     """
@@ -76,12 +76,16 @@ class ExpertsRecipe:
     group_sms: int = 4
     trace: RoutingTrace | None = None
     l2_resident: L2Resident = "none"
+    # Of use on every target: how often each expert of each layer was chosen, for the host to read.
+    counts: bool = False
 
     def __post_init__(self) -> None:
         _require_choice("experts.layout", self.layout, get_args(ExpertLayout))
         _require_choice("experts.topology", self.topology, get_args(ExpertTopology))
         _require_integer("experts.group_sms", self.group_sms, 1, MAX_GROUP_SMS)
         _require_choice("experts.l2_resident", self.l2_resident, get_args(L2Resident))
+        if not isinstance(self.counts, bool):
+            raise RecipeError(f"`experts.counts` is {self.counts!r}", hint="write `true` or `false`")
         if self.layout == "checkpoint" and self.topology != "striped":
             raise RecipeError(
                 f'`experts` has `layout = "checkpoint"` and `topology = "{self.topology}"`',
@@ -107,7 +111,8 @@ class Recipe:
     # exact: fp32 activations and state; reference: the quantisation that the model was trained with.
     numerics: Numerics = "exact"
     weights: WeightsRecipe = field(default_factory=WeightsRecipe)
-    # None where the target has no CUDA kernels; elsewhere left out means the defaults.
+    # Where the target has no CUDA kernels None, or a table that says nothing but `counts`; elsewhere left out means the
+    # defaults.
     experts: ExpertsRecipe | None = None
     kv: KvEncoding = "f32"
     index_keys: IndexKeyEncoding = "f32"
@@ -126,10 +131,12 @@ class Recipe:
             _require_groups_on_every_card(experts, self.target)
             object.__setattr__(self, "experts", experts)
         elif self.experts is not None:
-            raise RecipeError(
-                f"`experts` is a table for targets with CUDA kernels; target {self.target.name!r} has none",
-                hint="leave the table out; how weights are stored is said in `[weights]`",
+            default = ExpertsRecipe()
+            _require_counts_only(
+                [key.name for key in fields(default) if getattr(self.experts, key.name) != getattr(default, key.name)],
+                self.target,
             )
+            object.__setattr__(self, "experts", self.experts if self.experts.counts else None)
         _require_choice("kv", self.kv, get_args(KvEncoding))
         _require_choice("index_keys", self.index_keys, get_args(IndexKeyEncoding))
         if self.numerics == "exact":
@@ -141,6 +148,10 @@ class Recipe:
             raise RecipeError("`mixed_buckets` is empty", hint="prefill runs in a mixed bucket; name at least one size")
         _require_integer("rollback_rows", self.rollback_rows, 0, 4096)
         _require_integer("golden_tokens", self.golden_tokens, 1, 4096)
+
+    @property
+    def counts_routing(self) -> bool:
+        return self.experts is not None and self.experts.counts
 
     @staticmethod
     def for_target(name: str, path: Path | None) -> "Recipe":
@@ -158,6 +169,11 @@ class Recipe:
             )
         return recipe
 
+    def require_model(self, layers: int, experts: int) -> None:
+        """Raises RecipeError where the recipe names a trace of another model than one of so many layers and experts."""
+        if self.experts is not None and self.experts.trace is not None:
+            self.experts.trace.require_model(layers, experts)
+
     def with_overrides(self, *, numerics: Numerics | None = None) -> "Recipe":
         """This recipe with options of the command line; other numerics bring their own state encodings."""
         if numerics is None or numerics == self.numerics:
@@ -171,6 +187,8 @@ class Recipe:
         values = {key.name: _plain(getattr(self, key.name)) for key in fields(self)}
         if self.experts is None:
             del values["experts"]
+        elif Feature.CUDA not in self.target.features:
+            values["experts"] = {"counts": self.experts.counts}
         return {**values, "target": self.target.name}
 
 
@@ -224,6 +242,7 @@ def parse_recipe(table: Mapping[str, object], folder: Path = Path()) -> Recipe:
     name = values.pop("target", None)
     if not isinstance(name, str):
         raise RecipeError("`target` is missing or not a string", hint='name it: `target = "cpu"`')
+    target = find_target(name)
     numerics = values.setdefault("numerics", "exact")
     _require_choice("numerics", numerics, get_args(Numerics))
     kv, index_keys = _STATE_DEFAULTS[cast("Numerics", numerics)]
@@ -235,9 +254,9 @@ def parse_recipe(table: Mapping[str, object], folder: Path = Path()) -> Recipe:
     if "weights" in values:
         values["weights"] = _parse_weights(values["weights"])
     if "experts" in values:
-        values["experts"] = _parse_experts(values["experts"], folder)
+        values["experts"] = _parse_experts(values["experts"], folder, target)
     # The types are those of the file until `__post_init__` has checked every field.
-    return Recipe(target=find_target(name), **values)  # type: ignore[arg-type]
+    return Recipe(target=target, **values)  # type: ignore[arg-type]
 
 
 def _parse_weights(table: object) -> WeightsRecipe:
@@ -247,10 +266,12 @@ def _parse_weights(table: object) -> WeightsRecipe:
     return WeightsRecipe(**table)
 
 
-def _parse_experts(table: object, folder: Path) -> ExpertsRecipe:
+def _parse_experts(table: object, folder: Path, target: Target) -> ExpertsRecipe:
     if not isinstance(table, dict):
         raise RecipeError("`experts` is not a table", hint='write `[experts]`, then `layout = "packed"`')
     _refuse_unknown(table, [key.name for key in fields(ExpertsRecipe)], "experts.")
+    if Feature.CUDA not in target.features:
+        _require_counts_only(table, target)
     name = table.get("trace", "")
     if not isinstance(name, str):
         raise RecipeError(f"`experts.trace` is {name!r}", hint="give the path of a file, or an empty text for none")
@@ -291,6 +312,16 @@ def _require_integer(key: str, value: object, low: int, high: int) -> None:
     # bool is an int in Python, and TOML has `true`.
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise RecipeError(f"`{key}` is {value!r}", hint=f"give a whole number from {low} to {high}")
+
+
+def _require_counts_only(keys: Iterable[str], target: Target) -> None:
+    """The keys of `[experts]` on a target without CUDA kernels."""
+    other = next((key for key in keys if key != "counts"), None)
+    if other is not None:
+        raise RecipeError(
+            f"`experts.{other}` is for targets with CUDA kernels; target {target.name!r} has none",
+            hint="leave it out, here `[experts]` has `counts` alone; how weights are stored is said in `[weights]`",
+        )
 
 
 def _require_groups_on_every_card(experts: ExpertsRecipe, target: Target) -> None:

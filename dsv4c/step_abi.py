@@ -72,6 +72,16 @@ class BucketKind(enum.IntEnum):
 class StateKind(enum.IntEnum):
     SLOT = 1  # `rows` rows a slot
     BLOCK = 2  # `rows` rows a block of the block table
+    ROUTING_COUNTS = 3  # int64 `rows`, one plane a session: how often each expert of the layer was chosen
+
+    @property
+    def unit(self) -> str:
+        """What of a session has the plane's rows."""
+        return {StateKind.SLOT: "slot", StateKind.BLOCK: "block"}.get(self, "session")
+
+    def units(self, slots: int, blocks: int) -> int:
+        """How many of them a session of that many slots and blocks has."""
+        return {StateKind.SLOT: slots, StateKind.BLOCK: blocks}.get(self, 1)
 
 
 class LaunchFlag(enum.IntFlag):

@@ -1,6 +1,7 @@
 """The generation loop on an engine that says a given text: limits, end token, stop strings, timings."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -18,20 +19,27 @@ class ScriptedEngine:
     """Answers with fixed tokens and keeps what it was asked."""
 
     def __init__(self, answer: Sequence[int], max_context: int = 1000) -> None:
-        self.answer = answer
+        self.answer = iter(answer)
         self.info = SimpleNamespace(max_context=max_context, eos_token_ids=(EOS,), vocab_size=4096)
         self.context = 0
+        self.rows: list[int] = []
 
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop_ids: Sequence[int],
-        context: int,
-    ) -> Iterator[int]:
+    @contextmanager
+    def session(self, slots: int, context: int) -> Iterator["ScriptedEngine"]:
+        assert slots == 1
         self.context = context
-        yield from self.answer[:max_new_tokens]
+        yield self
+
+    def sample(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int], logits_rows: object, _: object
+    ) -> list[int]:
+        assert list(positions) == list(range(len(self.rows), len(self.rows) + len(token_ids)))
+        assert set(slots) == {0} and logits_rows == [len(token_ids) - 1]
+        self.rows += [int(token) for token in token_ids]
+        return [next(self.answer)]
+
+    def routing_counts(self) -> str:
+        return f"counts of {len(self.rows)} rows"
 
 
 def run(
@@ -59,6 +67,18 @@ def test_end_token_ends_and_is_not_printed() -> None:
     assert "".join(pieces) == result.text and "" not in pieces
 
 
+def test_the_last_token_is_no_row_of_a_step() -> None:
+    _, _, engine = run([7, 8, 9], prompt=(0, 5, 6), max_tokens=3)
+    assert engine.rows == [0, 5, 6, 7, 8]
+
+
+def test_counts_are_taken_at_the_end() -> None:
+    engine, counts = ScriptedEngine([7, EOS, 9]), list[object]()
+    limits = GenerationLimits(50)
+    generate(cast("Engine", engine), [0, 5], limits, Sampling(), IdOutput(), lambda _: None, counts.append)
+    assert counts == ["counts of 3 rows"]
+
+
 def test_max_tokens() -> None:
     result, _, engine = run(TOKENIZER.encode("one two three four five"), max_tokens=2)
     assert (len(result.token_ids), result.stop_reason) == (2, "max_tokens")
@@ -79,7 +99,8 @@ def test_stop_string_across_tokens() -> None:
 
 
 def test_text_held_for_a_stop_string_is_printed_at_the_end() -> None:
-    result, pieces, _ = run(TOKENIZER.encode("ab"), stops=["abc"])
+    answer = TOKENIZER.encode("ab")
+    result, pieces, _ = run(answer, stops=["abc"], max_tokens=len(answer))
     assert result.text == "ab" == "".join(pieces)
 
 

@@ -31,6 +31,7 @@ from dsv4c.planning.targets import PLAN_TARGETS, find_plan_target, plan_recipe
 from dsv4c.recipe import ExpertsRecipe, Numerics, Recipe, WeightsRecipe
 from dsv4c.routing_trace import RoutingTrace
 from dsv4c.runtime.engine import Engine
+from dsv4c.target import find_target
 from tests.fixtures import TINY_OFFICIAL, Naming, config_of, random_weights, tiny_config_json, write_checkpoint
 from tests.header_only import RELEASED, write_config, write_header_only
 from tests.model_cases import CONFIGS
@@ -85,7 +86,9 @@ def whole_plan(config: ModelConfig, weights: dict[str, WeightInfo], recipe: Reci
 
 def check_against(plan: ModelPlan, whole: ExecutionPlan) -> None:
     assert plan.weight_bytes == whole.weights.size_bytes
-    assert (plan.slot_bytes, plan.block_bytes) == (whole.state.slot_bytes, whole.state.block_bytes)
+    state = whole.state
+    assert (plan.slot_bytes, plan.block_bytes) == (state.slot_bytes, state.block_bytes)
+    assert plan.session_bytes == state.session_bytes
     assert sum(total.size_bytes for total in plan.class_totals()) == sum(e.size_bytes for e in whole.weights.extents)
     for mine, bucket in zip(plan.buckets, whole.buckets, strict=True):
         assert (mine.tokens, mine.launches, mine.arena_bytes) == (
@@ -104,6 +107,26 @@ def test_one_layer_a_kind_gives_the_plan_of_the_whole_model(name: str, numerics:
     weights = released_weights(expected_weights(config), config)
     recipe = Recipe.for_target("cpu", None).with_overrides(numerics=numerics)
     check_against(plan_model(config, weights, recipe), whole_plan(config, weights, recipe))
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+def test_routing_counts_are_counted_to_the_byte(target: str) -> None:
+    config = config_of(CASES["narrow"])
+    weights = released_weights(expected_weights(config), config)
+    plain = Recipe(find_target(target), decode_buckets=(1,), mixed_buckets=(16,))
+    recipe = replace(plain, experts=ExpertsRecipe(counts=True))
+    plan, whole = plan_model(config, weights, recipe), whole_plan(config, weights, recipe)
+    if target == "cpu":  # elsewhere the arena of the plan has the kernels' scratch
+        check_against(plan, whole)
+    assert plan.session_bytes == whole.state.session_bytes == len(config.layers) * config.n_routed_experts * 8
+    without = plan_model(config, weights, plain)
+    for slots in (1, 5):
+        # Of a session, however many slots it has. Planes begin on 64 bytes.
+        padded = len(config.layers) * -(-config.n_routed_experts * 8 // 64) * 64
+        assert plan.state_bytes(slots, 4096) - without.state_bytes(slots, 4096) == padded
+    for counted, bucket in zip(plan.buckets, without.buckets, strict=True):
+        # The experts of this model are not placed: their routers are launches of their own anyhow.
+        assert counted.launches == bucket.launches + len(config.layers)
 
 
 @pytest.mark.parametrize("topology", ["striped", "pinned", "traced"])
@@ -134,6 +157,16 @@ def test_packed_experts_and_their_topologies_are_counted_to_the_byte(topology: A
     shape = f"[16, {2 * config.moe_intermediate_size}, {config.hidden_size}]"
     assert (experts.shape, experts.format) == (shape, "fp4_group")
     assert experts.weights == "ffn.gate.bias, ffn.experts.w1, ffn.experts.w3, ffn.experts.w2"
+
+
+def test_a_trace_is_compared_with_the_whole_model() -> None:
+    config = config_of(MIXED)
+    weights = released_weights(expected_weights(config), config)
+    for layers in (config.num_hidden_layers - 1, config.num_hidden_layers + 1):
+        trace = RoutingTrace("a test", config.n_routed_experts, dict.fromkeys(range(layers), (1,) * 16))
+        recipe = replace(Recipe.for_target("h100", None), experts=ExpertsRecipe(topology="traced", trace=trace))
+        with pytest.raises(RecipeError, match="counts of layer"):
+            plan_model(config, weights, recipe)
 
 
 def test_layers_of_another_storage_are_kinds_of_their_own() -> None:

@@ -63,10 +63,27 @@ def test_h100_recipe_writes_out_the_defaults() -> None:
     assert parse_recipe(written.to_dict()) == written
 
 
-def test_targets_without_cuda_have_no_experts_table() -> None:
-    assert "experts" not in Recipe.for_target("cpu", None).to_dict()
-    with pytest.raises(RecipeError, match="`experts` is a table for targets with CUDA kernels; target 'cpu' has none"):
-        parse_recipe(CPU | {"experts": {"layout": "packed"}})
+@pytest.mark.parametrize(
+    ("table", "key"), [({"layout": "packed"}, "layout"), ({"counts": True, "group_sms": 4, "trace": ""}, "group_sms")]
+)
+def test_targets_without_cuda_only_count(table: dict[str, Any], key: str) -> None:
+    with pytest.raises(RecipeError, match=rf"`experts\.{key}` is for targets with CUDA kernels; target 'cpu' has none"):
+        parse_recipe(CPU | {"experts": table})
+    with pytest.raises(RecipeError, match=r"`experts\.topology` is for targets with CUDA kernels"):
+        Recipe(TARGETS["cpu"], experts=ExpertsRecipe(topology="pinned", counts=True))
+
+
+def test_routing_counts_are_off_unless_asked_for() -> None:
+    plain = Recipe.for_target("cpu", None)
+    assert "experts" not in plain.to_dict() and not plain.counts_routing
+    assert parse_recipe(CPU | {"experts": {"counts": False}}) == parse_recipe(CPU | {"experts": {}}) == plain
+    counting = parse_recipe(CPU | {"experts": {"counts": True}})
+    assert counting.counts_routing and counting.to_dict()["experts"] == {"counts": True}
+    assert parse_recipe(counting.to_dict()) == counting != plain
+    assert counting.with_overrides(numerics="reference").counts_routing
+    hopper = parse_recipe({"target": "h100", "experts": {"counts": True}})
+    assert hopper.counts_routing and not parse_recipe({"target": "h100"}).counts_routing
+    assert parse_recipe(hopper.to_dict()) == hopper
 
 
 def test_a_trace_is_found_from_the_recipe_and_its_path_is_in_no_manifest(tmp_path: Path) -> None:
@@ -82,6 +99,7 @@ def test_a_trace_is_found_from_the_recipe_and_its_path_is_in_no_manifest(tmp_pat
         "group_sms": 4,
         "trace": recipe.experts.trace.digest,
         "l2_resident": "none",
+        "counts": False,
     }
 
 
@@ -103,6 +121,8 @@ def test_a_trace_is_found_from_the_recipe_and_its_path_is_in_no_manifest(tmp_pat
         ({"trace": 7}, "`experts.trace` is 7", "path"),
         ({"topology": "traced"}, '`experts.topology` is "traced" without a trace', "choose another topology"),
         ({"topology": "traced", "trace": "absent.json"}, "cannot read the routing trace absent.json", "trace"),
+        ({"counts": 1}, "`experts.counts` is 1", "`true` or `false`"),
+        ({"counts": "yes"}, "`experts.counts` is 'yes'", "`true` or `false`"),
         ({"layout": "checkpoint", "topology": "pinned"}, 'and `topology = "pinned"`', "packed"),
     ],
 )
@@ -130,6 +150,9 @@ def test_a_trace_that_nothing_reads_is_refused(tmp_path: Path) -> None:
         ({"weights": {"dense_group": "64"}}, "`weights.dense_group` is '64'", "32, 64, 128"),
         ({"weights": {"rounding": "up"}}, "`weights.rounding` is 'up'", '"nearest", "search"'),
         ({"weights": "stored"}, "`weights` is not a table", "[weights]"),
+        ({"experts": {"count": True}}, "unknown key `experts.count`", "did you mean `experts.counts`?"),
+        ({"experts": {"counts": 0}}, "`experts.counts` is 0", "`true` or `false`"),
+        ({"experts": True}, "`experts` is not a table", "[experts]"),
         ({"numerics": "exakt"}, "`numerics` is 'exakt'", '"exact", "reference"'),
         ({"numerics": ["exact"]}, "`numerics` is ['exact']", '"exact"'),
         ({"zzz": 1}, "unknown key `zzz`", "known: target, numerics"),

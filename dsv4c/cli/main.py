@@ -2,14 +2,13 @@
 
 import errno
 import importlib
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 
 import click
 
 from dsv4c import errors
+from dsv4c.cli.interruption import interruptible
 from dsv4c.cli.stdout import drop_stdout
 from dsv4c.engine.format import FORMAT_VERSION
 from dsv4c.errors import Dsv4cError, InputError
@@ -89,14 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Being told to end (SIGTERM, SIGHUP) is as Ctrl-C: what was begun is cleared away.
     """
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, signal.default_int_handler)
+    with interruptible():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         code = cli.main(args=arguments, prog_name="dsv4c", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return INTERRUPTED_EXIT_CODE
     except click.exceptions.NoArgsIsHelpError as error:

@@ -11,9 +11,11 @@ from click.core import ParameterSource
 from dsv4c.chat import encode_chat
 from dsv4c.cli.options import available_threads, json_option, print_json, print_note, require_engine_file
 from dsv4c.cli.stdout import write_stdout
+from dsv4c.engine.reader import is_engine
 from dsv4c.errors import InputError
 from dsv4c.generation import GenerationLimits, IdOutput, TextOutput, generate, room_for
-from dsv4c.runtime.engine import Engine, Sampling
+from dsv4c.routing_trace import format_trace
+from dsv4c.runtime.engine import Engine, RoutingCounts, Sampling, require_counts
 from dsv4c.text import Tokenizer
 
 _PATH = click.Path(path_type=Path)
@@ -51,6 +53,12 @@ _SAMPLING_OPTIONS = {"top_k": "--top-k", "top_p": "--top-p", "seed": "--seed"}
 @click.option(
     "--context", type=click.IntRange(min=1), show_default="prompt and answer", help="Positions to make room for."
 )
+@click.option(
+    "--routing-counts",
+    type=_PATH,
+    metavar="FILE",
+    help="Write how often each expert was chosen to FILE, a `trace` for recipes; ENGINE is one built to count.",
+)
 @json_option
 def run_command(
     engine: Path,
@@ -67,6 +75,7 @@ def run_command(
     ids: bool,
     threads: int | None,
     context: int | None,
+    routing_counts: Path | None,
     as_json: bool,
 ) -> None:
     """Generate text from a prompt.
@@ -82,7 +91,11 @@ def run_command(
         _note_options_without_effect(click.get_current_context())
     text = _read_prompt(prompt, prompt_file)
     limits = GenerationLimits(max_tokens, context)
+    counts: list[RoutingCounts] = []
     with Engine.open(require_engine_file(engine), threads=available_threads(threads)) as opened:
+        if routing_counts is not None:
+            require_counts(opened.info.counted_layers)
+            _check_counts_file(routing_counts)
         output: TextOutput | IdOutput
         if ids:
             prompt_ids, output = _parse_ids(text, opened.info.bos_token_id), IdOutput()
@@ -101,7 +114,10 @@ def run_command(
             Sampling(temperature=temperature, top_k=min(top_k, opened.info.vocab_size), top_p=top_p, seed=seed),
             output,
             emit=_discard if as_json else write_stdout,
+            take_counts=counts.append if routing_counts is not None else None,
         )
+    if routing_counts is not None:
+        _write_counts(routing_counts, counts[0])
     if as_json:
         print_json(result.to_dict())
         return
@@ -172,6 +188,27 @@ def _encode(tokenizer: Tokenizer, text: str, chat: bool, system: str | None, bos
     token_ids = tokenizer.encode(text)
     # The model was trained on documents that begin with this token; a prompt may have it written out already.
     return token_ids if bos_token_id is None or token_ids[:1] == [bos_token_id] else [bos_token_id, *token_ids]
+
+
+def _check_counts_file(path: Path) -> None:
+    """What can be known to go wrong is said before the answer is generated."""
+    if path.is_file() and is_engine(path):
+        raise InputError(f"{path} is an engine; the counts would replace it", hint="name another file")
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        raise _unwritable(path, "it is a folder" if path.is_dir() else f"{place} is not there or read-only")
+
+
+def _write_counts(path: Path, found: RoutingCounts) -> None:
+    layers = dict(zip(found.layers, found.counts.tolist(), strict=True))
+    try:
+        path.write_text(format_trace(found.counts.shape[1], layers), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from None
+
+
+def _unwritable(path: Path, reason: str | None) -> InputError:
+    return InputError(f"cannot write {path}: {reason}", hint="name a file in a folder that can be written to")
 
 
 def _discard(text: str) -> None:

@@ -221,7 +221,7 @@ class State(Record):
     kind: int
     dtype: int
     layer: int
-    rows: int  # per slot or per block
+    rows: int  # per slot, per block or per session
     ratio: int  # positions an entry stands for; 1 for rows that are positions
     row_bytes: int
 

@@ -66,6 +66,7 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"numerics    {recipe['numerics']}, KV {recipe['kv']}, index keys {recipe['index_keys']}",
         f"state       {state['bytes_per_slot']:,} bytes a slot and {state['bytes_per_block']:,} a block of "
         f"{state['block_tokens']} tokens",
+        *_counts(manifest),
         f"passes      {', '.join(manifest['passes'])}",
         f"kernels     {', '.join(manifest['kernels'])}",
         *code_lines(manifest.get("machine_code", [])),
@@ -87,6 +88,18 @@ def summary_text(summary: dict[str, Any]) -> str:
     if manifest.get("forced"):
         lines.append("forced      built with --force: it may not fit the memory of its target")
     return "\n".join(lines)
+
+
+def _counts(manifest: Mapping[str, Any]) -> list[str]:
+    """Nothing of engines that count nothing, or that were built before there were counts."""
+    size = manifest["state"].get("bytes_per_session", 0)
+    if not size:
+        return []
+    model = manifest["model"]
+    return [
+        f"counts      how often each of {model['experts']} experts of {len(model['layers'])} layers is chosen: "
+        f"{size:,} bytes a session"
+    ]
 
 
 def _saved_text(saved: float) -> str:

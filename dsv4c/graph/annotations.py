@@ -70,7 +70,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class StatePlane:
-    """A state tensor: `rows` rows a slot or a block, each standing for `ratio` positions."""
+    """A state tensor: `rows` rows a slot or a block, each standing for `ratio` positions, or those of a session."""
 
     kind: StateKind
     rows: int
@@ -145,7 +145,7 @@ def value_of(node: Node) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PlannedPlane:
-    """One state plane as it lies in memory: rows of `row_bytes`, `rows` of them a slot or a block."""
+    """One state plane as it lies in memory: rows of `row_bytes`, `rows` of them a slot, a block or a session."""
 
     name: str
     kind: StateKind
@@ -157,7 +157,7 @@ class PlannedPlane:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes a slot or a block takes in this plane."""
+        """Bytes a slot, a block or a session takes in this plane."""
         return self.rows * self.row_bytes
 
 
@@ -176,6 +176,11 @@ class StateLayout:
     def block_bytes(self) -> int:
         """Bytes a block of `GraphInfo.block_tokens` positions takes."""
         return sum(plane.unit_bytes for plane in self.planes if plane.kind is StateKind.BLOCK)
+
+    @property
+    def session_bytes(self) -> int:
+        """Bytes a session takes whatever its slots: the counts of the routing."""
+        return sum(plane.unit_bytes for plane in self.planes if plane.kind is StateKind.ROUTING_COUNTS)
 
 
 def note_unplaced_experts(gm: GraphModule, reason: str) -> None:

@@ -35,10 +35,10 @@ class Oracle:
         self._last_use = _last_uses(gm)
         for node in gm.graph.nodes:
             if node.op == "placeholder" and isinstance(what := get_placeholder(node), StatePlane):
-                units = slots if what.kind is StateKind.SLOT else slots * per_slot
                 value = value_of(node)
-                shape = (units, *map(int, value.shape[1:]))
-                fill = 0xFF if poison else 0
+                shape = (what.kind.units(slots, slots * per_slot), *map(int, value.shape[1:]))
+                # What is counted is added to.
+                fill = 0xFF if poison and what.kind is not StateKind.ROUTING_COUNTS else 0
                 count = value.element_size() * torch.Size(shape).numel()
                 self.state[node.name] = torch.full((count,), fill, dtype=torch.uint8).view(value.dtype).view(shape)
 

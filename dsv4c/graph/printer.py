@@ -70,5 +70,5 @@ def describe_placeholder(what: Placeholder | None) -> str:
         kind = "" if what.dtype.is_floating_point else " integers"
         return f"constant of {len(what.values)}{kind}"
     if isinstance(what, StatePlane):
-        return f"state, {what.rows} rows a {what.kind.name.lower()}"
+        return f"state, {what.rows} rows a {what.kind.unit}"
     return f"input {int(what)}"

@@ -35,6 +35,7 @@ KERNELS: Mapping[str, frozenset[str]] = {
             "attention",
             "commit_ring",
             "compress",
+            "count_routing",
             "embedding",
             "fp4_round",
             "fp8_round",

@@ -1,6 +1,7 @@
 """The passes of a build, in order: the one list."""
 
 from dsv4c.passes.canonicalize import canonicalize
+from dsv4c.passes.count_routing import count_routing
 from dsv4c.passes.fuse_attention_rope import fuse_attention_rope
 from dsv4c.passes.fuse_expert_ffn import fuse_expert_ffn
 from dsv4c.passes.fuse_mhc import fuse_mhc
@@ -34,6 +35,8 @@ def build_pipeline() -> list[Pass]:
         # After the storage is known: only equal storage merges, and inputs are rounded once.
         merge_projections,
         insert_fp8_kv,
+        # Before the routers go into `placed_experts`, where nothing sees their choices.
+        count_routing,
         # After the storage is known: only some is packed. The router is an operator by then.
         place_experts,
         # Fewer launches where kernels are launched one by one (CUDA targets). Behind all passes that know the operators

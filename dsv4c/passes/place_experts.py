@@ -7,6 +7,7 @@
 The recipe's `[experts]` says how the experts are laid out and which SMs compute which; the topology is an integer table
 among the weights, a row for each SM count of the target. Layers that the kernels cannot take stay as they are: other
 numerics or storage, widths that 128 does not divide. Asked for a topology other than the default, that is an error.
+Where `count_routing` has put its operator behind the router, the router stays too, for the ids that are counted.
 """
 
 import operator
@@ -62,7 +63,7 @@ class _Router:
 
 def place_experts(gm: GraphModule, ctx: PassContext) -> PassResult:
     recipe = ctx.recipe.experts
-    if recipe is None or recipe.layout == "checkpoint":
+    if recipe is None or recipe.layout == "checkpoint" or Feature.CUDA not in ctx.target.features:
         return PassResult(gm, False)
     modified = False
     for ffn in list(gm.graph.nodes):
@@ -81,7 +82,7 @@ def place_experts(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _router(ffn: Node) -> _Router | None:
-    """The router whose only use is to choose the experts of `ffn`."""
+    """The router whose only use is to choose the experts of `ffn`; who counts its choices uses none of them up."""
     ids, weights = ffn.args[1:3]
     if not is_call(ids, operator.getitem) or not is_call(weights, operator.getitem):
         return None
@@ -90,7 +91,8 @@ def _router(ffn: Node) -> _Router | None:
     if not is_call(route, dsv4.route_topk.default, dsv4.route_hash.default):
         return None
     assert isinstance(route, Node)
-    alone = set(route.users) == {ids, weights} and all(set(part.users) == {ffn} for part in (ids, weights))
+    counting = {user for user in ids.users if is_call(user, dsv4.count_routing.default)}
+    alone = set(route.users) == {ids, weights} and set(ids.users) - counting == set(weights.users) == {ffn}
     if not alone or (ids.args[1], weights.args) != (0, (route, 1)) or get_flags(route) != get_flags(ffn):
         return None
     if route.target is dsv4.route_topk.default:

@@ -47,6 +47,9 @@ def launch_cost(kernel: str, args: Sequence[Arg], outputs: Sequence[TensorRef]) 
             assert isinstance(topk, int)
             rows = q.sizes[0] * topk
             return moved + rows * keys.sizes[-1] * keys.dtype.size_bytes, 2 * rows * math.prod(q.sizes[1:])
+        case "count_routing":
+            ids, counts = tensors
+            return moved + 2 * math.prod(ids.sizes) * counts.dtype.size_bytes, 0
         case "mhc_mix" | "mhc_mix_norm" | "mhc_head":
             streams, fn = tensors[:2]
             return moved, 2 * streams.sizes[0] * math.prod(fn.sizes)

@@ -10,9 +10,7 @@ def format_plan(plan: ExecutionPlan) -> str:
     """The whole plan: state planes, then every bucket."""
     lines = [f"weights {plan.weights.size_bytes} bytes in {len(plan.weights.extents)} extents", ""]
     for index, plane in enumerate(plan.state.planes):
-        lines.append(
-            f"state {index} %{plane.name}: {plane.rows} rows of {plane.row_bytes} bytes a {plane.kind.name.lower()}"
-        )
+        lines.append(f"state {index} %{plane.name}: {plane.rows} rows of {plane.row_bytes} bytes a {plane.kind.unit}")
     for bucket in plan.buckets:
         lines += ["", *_bucket(bucket)]
     return "\n".join(lines) + "\n"

@@ -42,8 +42,9 @@ class ReferenceRun:
         self._extents = {extent.offset: index for index, extent in enumerate(plan.weights.extents)}
         self._state = []
         for plane in plan.state.planes:
-            units = slots if plane.kind is StateKind.SLOT else slots * per_slot
-            self._state.append(torch.full((units * plane.unit_bytes,), 0xFF, dtype=torch.uint8))
+            size = plane.kind.units(slots, slots * per_slot) * plane.unit_bytes
+            fill = 0 if plane.kind is StateKind.ROUTING_COUNTS else 0xFF
+            self._state.append(torch.full((size,), fill, dtype=torch.uint8))
 
     @torch.no_grad()
     def step(

@@ -152,7 +152,7 @@ class Capacity:
 
     def largest_slots(self, context: int, tp: int = 1, ep: int = 1) -> int:
         """The most sequences of this context that fit; 0: none."""
-        unit = self.plan.state_bytes(1, context)
+        unit = self.plan.state_bytes(1, context) - self.plan.session_bytes
         bound = max(self.target.memory_bytes // max(unit, 1), 1) * ep
         return _largest(lambda slots: self.fit(slots, context, tp, ep).fits, bound)
 

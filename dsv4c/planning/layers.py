@@ -131,6 +131,11 @@ class ModelPlan:
         return self._units(StateKind.BLOCK)
 
     @cached_property
+    def session_bytes(self) -> int:
+        """State of a session whatever its slots: the counts of the routing, where the recipe asks for them."""
+        return self._units(StateKind.ROUTING_COUNTS)
+
+    @cached_property
     def rollback_bytes(self) -> int:
         """The part of `slot_bytes` that only serves `truncate`: every such plane has that many rows more."""
         rows = self.reduced.rollback_rows
@@ -197,7 +202,7 @@ class ModelPlan:
 
 def plane_bytes(plane: PlannedPlane, slots: int, blocks: int) -> int:
     """A state plane as a session allocates it; every plane begins on a 64-byte boundary."""
-    return _align(plane.unit_bytes * (slots if plane.kind is StateKind.SLOT else blocks), ALIGNMENT)
+    return _align(plane.unit_bytes * plane.kind.units(slots, blocks), ALIGNMENT)
 
 
 def _is_shared(extent: Extent) -> bool:
@@ -265,6 +270,8 @@ def _laid_out(offset: int, extents: Sequence[Extent], constants: bool) -> int:
 
 def plan_model(config: ModelConfig, weights: Mapping[str, WeightInfo], recipe: Recipe) -> ModelPlan:
     """The plan of a model by the same graph, passes and lowering as a build. Raises what they raise."""
+    # The whole model: the reduced one has fewer layers.
+    recipe.require_model(config.num_hidden_layers, config.n_routed_experts)
     groups = group_layers(config, weights)
     reduced = replace(config, num_hidden_layers=len(groups), layers=tuple(config.layers[group[0]] for group in groups))
     numbers = {group[0]: number for number, group in enumerate(groups)}

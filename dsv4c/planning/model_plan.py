@@ -166,6 +166,7 @@ def _state(plan: ModelPlan, context: int) -> dict[str, Any]:
         "block_tokens": plan.reduced.block_tokens,
         "block_bytes": plan.block_bytes,
         "bytes_per_token": per_token,
+        "session_bytes": plan.session_bytes,
         "contexts": [
             {
                 "context": size,

@@ -112,9 +112,10 @@ def _state(plan: dict[str, Any]) -> Section:
 
 def state_caption(plan: dict[str, Any]) -> str:
     state = plan["state"]
+    counts = f", {state['session_bytes']:,} a session for routing counts" if state["session_bytes"] else ""
     return (
         f"{state['slot_bytes']:,} bytes a slot (of which {state['rollback_bytes']:,} for {state['rollback_rows']} "
-        f"rows of rollback) and {state['bytes_per_token']:,.2f} a token"
+        f"rows of rollback) and {state['bytes_per_token']:,.2f} a token{counts}"
     )
 
 

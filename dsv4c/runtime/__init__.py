@@ -1,7 +1,7 @@
 """The public API of the runtime: open engines, run sessions. Needs numpy only."""
 
 from dsv4c.errors import Dsv4cError, EngineFormatError, SessionError
-from dsv4c.runtime.engine import Engine, EngineInfo, Sampling, Session
+from dsv4c.runtime.engine import Engine, EngineInfo, RoutingCounts, Sampling, Session
 from dsv4c.runtime.library import cmake_dir
 from dsv4c.runtime.trace import LaunchTime, TraceOutput
 
@@ -11,6 +11,7 @@ __all__ = [
     "EngineFormatError",
     "EngineInfo",
     "LaunchTime",
+    "RoutingCounts",
     "Sampling",
     "Session",
     "SessionError",

@@ -42,6 +42,8 @@ class EngineInfo:
     device: str | None = None  # the GPU that holds the weights, such as "GPU 0 (NVIDIA H200)"; None on the cpu
     sm_count: int = 0  # its streaming multiprocessors; 0 on the cpu
     weight_seconds: float = 0.0  # that opening took to bring the weights to the GPU; 0 on the cpu, which maps them
+    counted_layers: int = 0  # whose routing `Session.routing_counts` tells; 0: the engine was built without
+    counted_experts: int = 0  # of each of them
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,14 @@ class Sampling:
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class RoutingCounts:
+    """How often each expert was chosen: row i of `counts` [layers, experts] is of layer `layers[i]`."""
+
+    layers: tuple[int, ...]
+    counts: npt.NDArray[np.uint64]
 
 
 TraceCallback = Callable[[int, str, str, int | None, list[TraceOutput]], None]
@@ -69,10 +79,11 @@ class _Handle:
 class Session:
     """State for a fixed number of slots (sequences). Used by one thread at a time."""
 
-    def __init__(self, handle: _Handle, vocab_size: int, slots: int, context: int) -> None:
+    def __init__(self, handle: _Handle, info: EngineInfo, slots: int, context: int) -> None:
         self._handle: _Handle | None = handle
         self._library = lib.load_library()
-        self._vocab_size = vocab_size
+        self._vocab_size = info.vocab_size
+        self._counted = info.counted_layers, info.counted_experts
         self.slots = slots
         self.context = context
 
@@ -231,6 +242,36 @@ class Session:
         address = array.ctypes.data
         lib.check(self._library.dsv4c_session_restore(self._open().pointer, _slot(slot), address, array.size))
 
+    def routing_counts(self) -> RoutingCounts:
+        """How often each expert was chosen by the rows of all slots, since the session began or the last reset.
+
+        Every choice of every row that a step has run counts once, whatever becomes of the row's slot afterwards; a step
+        that failed or was stopped may have been counted in part. Raises SessionError where the engine does not count.
+        """
+        handle = self._open()
+        require_counts(self._counted[0])
+        layers, counts = np.empty(self._counted[0], np.uint32), np.empty(self._counted, np.uint64)
+        status = self._library.dsv4c_session_routing_counts(
+            handle.pointer, layers.ctypes.data, counts.ctypes.data, counts.size
+        )
+        lib.check(status)
+        return RoutingCounts(tuple(layers.tolist()), counts)
+
+    def reset_routing_counts(self) -> None:
+        """Count from zero again. Raises SessionError where the engine does not count."""
+        handle = self._open()
+        require_counts(self._counted[0])
+        lib.check(self._library.dsv4c_session_reset_routing_counts(handle.pointer))
+
+
+def require_counts(counted_layers: int) -> None:
+    """Raise SessionError for an engine that counts the routing of no layer."""
+    if not counted_layers:
+        raise SessionError(
+            "the engine does not count its routing",
+            hint="build it with `counts = true` in the recipe's table `[experts]`",
+        )
+
 
 def _slot(slot: int) -> int:
     slot = operator.index(slot)
@@ -305,6 +346,8 @@ class Engine:
             device=info.device.decode(errors="replace") or None,
             sm_count=info.sm_count,
             weight_seconds=info.weight_seconds,
+            counted_layers=info.counted_layers,
+            counted_experts=info.counted_experts,
         )
 
     def _section(self, section: SectionType) -> bytes | None:
@@ -370,7 +413,7 @@ class Engine:
         status = self._library.dsv4c_session_create(handle.pointer, ctypes.byref(options), ctypes.byref(pointer))
         lib.check(status)
         release = self._library.dsv4c_session_destroy
-        return Session(_Handle(pointer.value, release), self.info.vocab_size, slots, context)
+        return Session(_Handle(pointer.value, release), self.info, slots, context)
 
     def generate(
         self,
@@ -386,21 +429,27 @@ class Engine:
             raise SessionError("the prompt is empty", hint="give at least one token, such as the begin token")
         session = self.session(1, len(prompt) + max(max_new_tokens, 0) if context is None else context)
         stops = frozenset(self.info.eos_token_ids if stop_ids is None else stop_ids)
-        return _continue(session, prompt, max_new_tokens, sampling, stops)
+        return _generate(session, prompt, max_new_tokens, sampling, stops)
 
 
-def _continue(
+def _generate(
     session: Session, prompt: IntArray, max_new_tokens: int, sampling: Sampling, stops: frozenset[int]
 ) -> Iterator[int]:
     with session:
-        rows = prompt
-        position = 0
-        for _ in range(max_new_tokens):
-            count = len(rows)
-            positions = np.arange(position, position + count, dtype=np.int32)
-            token = int(session.sample(rows, np.zeros(count, np.int32), positions, [count - 1], sampling)[0])
+        for token in continue_prompt(session, prompt, max_new_tokens, sampling):
             if token in stops:
                 return
             yield token
-            rows = np.array([token], np.int32)
-            position += count
+
+
+def continue_prompt(session: Session, prompt: IntArray, max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+    """The tokens that follow `prompt`, which the empty slot 0 takes."""
+    rows = prompt
+    position = 0
+    for _ in range(max_new_tokens):
+        count = len(rows)
+        positions = np.arange(position, position + count, dtype=np.int32)
+        token = int(session.sample(rows, np.zeros(count, np.int32), positions, [count - 1], sampling)[0])
+        yield token
+        rows = np.array([token], np.int32)
+        position += count

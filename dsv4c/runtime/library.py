@@ -79,6 +79,8 @@ class Info(ctypes.Structure):
         ("device", ctypes.c_char * 100),
         ("sm_count", ctypes.c_uint32),
         ("weight_seconds", ctypes.c_double),
+        ("counted_layers", ctypes.c_uint32),
+        ("counted_experts", ctypes.c_uint32),
     )
 
 
@@ -169,6 +171,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dsv4c_session_save_size": (ctypes.c_int, (_POINTER, _U32, _POINTER)),
     "dsv4c_session_save": (ctypes.c_int, (_POINTER, _U32, _POINTER, _U64)),
     "dsv4c_session_restore": (ctypes.c_int, (_POINTER, _U32, _POINTER, _U64)),
+    "dsv4c_session_routing_counts": (ctypes.c_int, (_POINTER, _POINTER, _POINTER, _U64)),
+    "dsv4c_session_reset_routing_counts": (ctypes.c_int, (_POINTER,)),
 }
 
 

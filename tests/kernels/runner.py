@@ -38,7 +38,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 _FIXED = {
     *("weight", "table", "scales", "inv_freq", "fn", "scale", "base", "norm_weight", "ape", "sink", "bias"),
     *("w13", "w13_scales", "w2", "w2_scales"),
-    *("experts", "topology"),
+    *("experts", "topology", "counts"),
 }
 _STATE = {
     **dict.fromkeys(("ring", "ring_scales", "group_state"), Dim.SLOTS),
@@ -77,7 +77,8 @@ def run_operator(
     """The operator's outputs, then the new contents of the arguments that it mutates; `args` stay as they are.
 
     The bucket has `capacity` rows, by default more than the step. `tokens` and `logits_rows` are T and R where no
-    argument says them. `rows` is the dimension of row tensors: behind `gather_rows` a plan has R rows.
+    argument says them; fewer `tokens` than an argument has rows leave the last of them to no token. `rows` is the
+    dimension of row tensors: behind `gather_rows` a plan has R rows.
     """
     prepared = _prepare(name, args, tokens, logits_rows, capacity, sm_count, rows)
     if on == "device":
@@ -177,12 +178,13 @@ def _prepare(
 
     memory = StepMemory()
     mutated = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
-    fixed_first = sorted(given, key=lambda argument: dims[argument][0] is not Dim.FIXED)
+    fixed = {argument for argument in given if dims[argument][0] is Dim.FIXED and argument not in mutated}
+    fixed_first = sorted(given, key=lambda argument: argument not in fixed)
     places: dict[str, TensorRef] = {}
     fixed_bytes = 0
     for argument in fixed_first:
         places[argument] = memory.place(argument, given[argument], dims[argument], capacity)
-        if dims[argument][0] is Dim.FIXED:
+        if argument in fixed:
             fixed_bytes = memory.size_bytes
     fakes = _fake_outputs(name, args)
     first = Dim.LOGITS if name in _LOGITS_ROWS else rows
@@ -223,7 +225,7 @@ def _step_sizes(
         for dim, size in zip(dims[argument], value.shape, strict=True):
             if dim is not Dim.FIXED:
                 assert found.setdefault(dim, size) == size, f"{argument}: {dim.name} is {size}, elsewhere {found[dim]}"
-    token_rows = found.get(Dim.TOKENS, tokens)
+    token_rows = found.get(Dim.TOKENS) if tokens is None else tokens
     logits = found.get(Dim.LOGITS, logits_rows)
     if token_rows is None:
         token_rows = logits

@@ -1,4 +1,4 @@
-"""`dsv4::route_topk` and `route_hash`: ids exactly, weights to the rounding of a float32 logarithm."""
+"""`dsv4::route_topk` and `route_hash`: ids exactly, weights to the rounding of a float32 logarithm; `count_routing`."""
 
 import pytest
 import torch
@@ -65,3 +65,40 @@ def test_hash(runner: Runner, experts: int, k: int, rows: int) -> None:
     table = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(50)])
     tokens = torch.randint(50, (rows,), generator=generator, dtype=torch.int32)
     check(runner, "route_hash", normal(rows, experts + 3)[:, 3:], table, tokens, 1.5)
+
+
+def choices(rows: int, experts: int, k: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(experts, (rows, k), generator=generator, dtype=torch.int32)
+
+
+def check_counts(runner: Runner, ids: Tensor, experts: int, tokens: int | None = None) -> None:
+    """Counts that are there are added to; they take more than 32 bits."""
+    counts = torch.arange(experts).unsqueeze(0) << 31
+    expected = counts.clone()
+    dsv4.count_routing(ids[:tokens], expected)
+    (found,) = run_operator("count_routing", ids, counts, tokens=tokens, capacity=1024, on=runner)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 300])
+@pytest.mark.parametrize(("experts", "k"), [(256, 6), (16, 4), (300, 40), (5, 1)])
+def test_counts(runner: Runner, experts: int, k: int, rows: int) -> None:
+    check_counts(runner, choices(rows, experts, k), experts)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 171, 299])
+def test_rows_behind_the_step_are_not_counted(runner: Runner, tokens: int) -> None:
+    """They hold what an earlier step chose: experts that there are."""
+    check_counts(runner, choices(300, 16, 6), 16, tokens)
+
+
+def test_all_rows_choose_the_same_expert(runner: Runner) -> None:
+    check_counts(runner, torch.full((300, 6), 2, dtype=torch.int32), 16)
+
+
+def test_choices_that_are_no_expert_are_left_out(runner: Runner) -> None:
+    """As a damaged hash table may give them: nothing beside the counts is written."""
+    ids = torch.tensor([[0, -1], [16, 15], [2**31 - 1, -(2**31)]], dtype=torch.int32)
+    (found,) = run_operator("count_routing", ids, torch.zeros(1, 16, dtype=torch.int64), on=runner)
+    assert found.nonzero().tolist() == [[0, 0], [0, 15]] and int(found.sum()) == 2

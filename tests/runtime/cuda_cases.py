@@ -8,7 +8,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from dsv4c.errors import Dsv4cError, EngineFormatError, SessionError
+from dsv4c.graph.topology import ExpertShapes, place
 from dsv4c.runtime import library as lib
 from dsv4c.runtime.engine import Engine, Sampling, Session
 from dsv4c.runtime.trace import TraceOutput
 from dsv4c.step_abi import LaunchFlag
-from tests.runtime.hand_cuda_engine import SMS, cuda_parts
+from tests.runtime.hand_cuda_engine import SMS, add_placed_experts, cuda_parts
 from tests.runtime.hand_engine import BLOCK_TOKENS, CONTEXT, VOCAB, Parts, hand_parts, write_engine
 
 TOKENS = [int(token) for token in np.random.default_rng(1).integers(0, VOCAB, CONTEXT)]
@@ -137,6 +138,50 @@ def state(folder: Path) -> None:
     same(sessions, lambda s: feed(s, 1, 24, 9))
     same(sessions, lambda s: s.reset(1))
     same(sessions, lambda s: feed(s, 1, 0, 9))
+
+
+@case()
+def counts(folder: Path) -> None:
+    """A replayed graph counts once a step, in the memory of its session; recording it counts nothing."""
+    fake = driver()
+    cpu = Engine.open(write_engine(folder / "cpu.dsv4c", hand_parts(counting=True)), threads=1)
+    gpu = open_gpu(folder, cuda_parts(counting=True))
+    assert (gpu.info.counted_layers, gpu.info.counted_experts) == (2, 8)
+
+    def counted(session: Session) -> list[list[int]]:
+        found = session.routing_counts()
+        assert found.layers == (0, 2)
+        numbers: list[list[int]] = found.counts.tolist()
+        return numbers
+
+    sessions = [cpu.session(slots=3), gpu.session(slots=3), gpu.session(slots=3, poison=True)]
+    sessions.append(gpu.session(slots=3, graphs=False))
+    same(sessions, counted)
+    assert counted(sessions[1]) == [[0] * 8] * 2
+    rows = 0
+    for start, count in ((0, 1), (1, 1), (2, 1), (3, 3), (6, 20), (26, 8)):
+        same(sessions, lambda s, at=start, n=count: feed(s, 0, at, n))
+        rows += count
+        same(sessions, counted)
+        assert [sum(row) for row in counted(sessions[1])] == [2 * rows] * 2
+    same(sessions, lambda s: s.step(TOKENS[:6], [2, 1, 2, 2, 1, 2], [0, 0, 1, 2, 1, 3], []).tobytes())
+    same(sessions, counted)
+    before = counted(sessions[1])
+    for change in (lambda s: s.fork(0, 1), lambda s: s.truncate(0, 33), lambda s: s.reset(2)):
+        same(sessions, change)
+        assert counted(sessions[1]) == counted(sessions[2]) == before
+    same(sessions, lambda s: s.reset_routing_counts())
+    assert counted(sessions[1]) == [[0] * 8] * 2 and counted(sessions[3]) == [[0] * 8] * 2
+    # Of a graph that was recorded before.
+    same(sessions, lambda s: feed(s, 0, 33, 1))
+    same(sessions, counted)
+    for session in sessions[1:]:
+        session.close()
+    gpu.close()
+    assert fake.fake_objects() == 0
+    plain = open_gpu(folder)
+    with pytest.raises(SessionError, match="the engine does not count its routing"):
+        plain.session().routing_counts()
 
 
 @case()
@@ -538,6 +583,45 @@ def damaged_plans(folder: Path) -> None:
     parts.buckets = [replace(bucket, sm_count=132) for bucket in parts.buckets]
     with pytest.raises(EngineFormatError, match="has buckets for 132 streaming multiprocessors on the cpu target"):
         Engine.open(write_engine(folder / "bad.dsv4c", parts))
+
+
+@case()
+def topology_tables(folder: Path) -> None:
+    """The tables that say which SM computes which expert are looked at before anything is loaded."""
+    fake = driver()
+    found = place(ExpertShapes(16, 256, 128), 132, "pinned", 16)
+    good = [*found.table(), 0, 0]
+
+    def engine(values: Sequence[int], groups: int = found.groups, experts: int = 16) -> Engine:
+        parts = cuda_parts((132,))
+        add_placed_experts(parts, values, experts, groups)
+        return open_gpu(folder, parts)
+
+    with engine(good):
+        pass
+    where = (
+        r"expert topology of layer 3 \(launch l3_placed_experts, 132 streaming multiprocessors, offset \d+ of WEIGHTS\)"
+    )
+    small = place(ExpertShapes(16, 256, 128), 114, "pinned", 14).table()
+    for values, groups, experts, message in (
+        ([16, *good[1:]], 8, 16, "an expert is missing or there twice"),
+        ([*good[:17], 2**31 - 1, *good[18:]], 8, 16, "the ranks of the groups do not cover the experts"),
+        ([*good[:25], 8, *good[26:]], 8, 16, "the seats of the SMs do not follow the groups"),
+        ([*good[:-1], 1], 8, 16, "behind it are numbers that belong to nothing"),
+        (good[:-3], 8, 16, "it is too short"),
+        ([], 8, 16, "it is too short"),
+        (good, 7, 16, "the ranks of the groups do not cover the experts"),
+        (good, 9, 16, "the ranks of the groups do not cover the experts"),
+        (good, 8, 15, "the ranks of the groups do not cover the experts"),
+        (good, 8, 14, "an expert is missing or there twice"),
+        ([*small, *[0] * 54], 8, 16, "the seats of the SMs do not follow the groups"),
+        ([0] * (1 << 17), 8, 16, "it is too long"),
+        (good, 0, 16, "its operator does not say of how many experts and groups"),
+    ):
+        with pytest.raises(EngineFormatError, match=f"{where} is damaged: {message}") as refused:
+            engine(values, groups, experts)
+        assert refused.value.hint is not None and "dsv4c build" in refused.value.hint
+        assert fake.fake_objects() == 0, message
 
 
 @case()

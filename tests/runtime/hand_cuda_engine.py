@@ -4,11 +4,13 @@ An image is text: for each entry the operator it computes and all arguments of i
 launches hand over, as a real kernel has them compiled in. The numbers are therefore those of the cpu engine.
 """
 
+import struct
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dsv4c.engine.format import Arg, Kernel, Launch, Tensor
 from dsv4c.step_abi import ArgKind, Dim, DType, Input, LaunchFlag, Space
-from tests.runtime.hand_engine import MIXED_TOKENS, Parts, hand_parts, tensor
+from tests.runtime.hand_engine import MIXED_TOKENS, Parts, Shape, hand_parts, tensor
 
 SMS = (114, 132)
 # Behind the arena of every bucket: a copy of the attention's queries, and the runs of the step.
@@ -112,8 +114,35 @@ class _Writer:
         return Arg(ArgKind.TENSOR, 0, tensors.index(record))
 
 
-def cuda_parts(sm_counts: tuple[int, ...] = SMS) -> Parts:
-    parts = hand_parts()
+def add_placed_experts(parts: Parts, table: Sequence[int], experts: int, groups: int, layer: int = 3) -> None:
+    """Two calls of `placed_experts` at the end of the last bucket, over a topology table; not to be run."""
+
+    def weight(dtype: DType, shape: Shape, data: bytes) -> Tensor:
+        parts.weights += bytes(-len(parts.weights) % 64)
+        made = tensor(Space.WEIGHT, dtype, shape, len(parts.weights))
+        parts.weights += data
+        return made
+
+    def call(tensors: list[Tensor], outputs: int, flags: int) -> None:
+        args = [writer.tensor(each) for each in tensors]
+        writer.call(replace(like, flags=0), "placed_experts", args, outputs, flags)
+
+    writer = _Writer(parts)
+    writer.launches, writer.args, writer.kernels = parts.launches, parts.args, parts.kernels
+    writer.image_bytes = parts.images
+    like = replace(parts.launches[-1], name=parts.string(f"l{layer}_placed_experts"), layer=layer)
+    ranks = weight(DType.I32, [len(table)], struct.pack(f"<{len(table)}i", *table))
+    packed = weight(DType.F4E2M1X2, [experts, 16], bytes(16 * experts))
+    heads = tensor(Space.ARENA, DType.I32, [groups + 1])
+    call([ranks, heads], 0, LaunchFlag.STAGE)
+    call([heads, ranks, packed, tensor(Space.ARENA, DType.F32, [4])], 1, LaunchFlag.PROGRAMMATIC)
+    parts.images = writer.image_bytes
+    bucket = parts.buckets[-1]
+    parts.edit("buckets", -1, launch_count=bucket.launch_count + 2)
+
+
+def cuda_parts(sm_counts: tuple[int, ...] = SMS, counting: bool = False) -> Parts:
+    parts = hand_parts(counting)
     writer = _Writer(parts)
     buckets = []
     for bucket in parts.buckets:

@@ -2,6 +2,9 @@
 
 The model: x = embedding(token); compressed entries of x (state plane `entries`, with open groups in `groups`);
 y = attention of x over a window ring and the entries; logits = head @ y. Every piece of state matters to the logits.
+
+With `counting` there are also a router by token and one by score, which take x for the scores of WIDTH experts; their
+choices are counted as those of layers 0 and 2 of 3, and nothing else comes of them.
 """
 
 import hashlib
@@ -41,6 +44,7 @@ ROTARY, SCALE, EPS = 2, 0.5, 1e-6
 DECODE_TOKENS, MIXED_TOKENS = (2,), (4, 8)
 EOS = 7
 CHUNK = 512
+COUNTED_LAYERS, CHOICES = (0, 2), 2
 
 
 def weight_arrays() -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
@@ -54,6 +58,15 @@ def weight_arrays() -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     }
     arrays = {name: random.normal(size=shape) for name, shape in {**shapes, "head": (VOCAB, WIDTH)}.items()}
     return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+def expert_table() -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The experts of each token."""
+    return np.random.default_rng(6).integers(0, WIDTH, (VOCAB, CHOICES))
+
+
+def expert_bias() -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(7).normal(size=WIDTH).astype(np.float32)
 
 
 @dataclass
@@ -118,9 +131,9 @@ class _BucketWriter:
         self.logits_rows = (Dim.LOGITS, tokens)
         self.arena_bytes = 0
 
-    def arena(self, shape: Shape) -> Tensor:
+    def arena(self, shape: Shape, dtype: DType = DType.F32) -> Tensor:
         sizes = [d if isinstance(d, int) else d[1] for d in shape]
-        made = tensor(Space.ARENA, DType.F32, shape, self.arena_bytes)
+        made = tensor(Space.ARENA, dtype, shape, self.arena_bytes)
         self.arena_bytes += -(-int(np.prod(sizes)) * 4 // 64) * 64
         return made
 
@@ -162,7 +175,20 @@ class _BucketWriter:
         )
 
 
-def _add_bucket(parts: Parts, kind: BucketKind, tokens: int) -> None:
+def _add_counting(b: _BucketWriter, x: Tensor) -> None:
+    """The routers, and the counts of their choices in the last state planes."""
+    offsets = b.parts.weight_offsets
+    table = tensor(Space.WEIGHT, DType.I64, [VOCAB, CHOICES], offsets["expert_table"])
+    bias = tensor(Space.WEIGHT, DType.F32, [WIDTH], offsets["expert_bias"])
+    token_ids = b.input(Input.TOKEN_IDS)
+    first = len(b.parts.states) - len(COUNTED_LAYERS)
+    for place, (kernel, *args) in enumerate((("route_hash", x, table, token_ids), ("route_topk", x, bias, CHOICES))):
+        ids, weights = b.arena([b.rows, CHOICES], DType.I32), b.arena([b.rows, CHOICES])
+        b.launch(kernel, [*args, 1.0], [ids, weights])
+        b.launch("count_routing", [ids, tensor(Space.STATE, DType.I64, [1, WIDTH], index=first + place)], [])
+
+
+def _add_bucket(parts: Parts, kind: BucketKind, tokens: int, counting: bool) -> None:
     b = _BucketWriter(parts, tokens)
     first = len(parts.launches)
     slots, positions, table = b.input(Input.SLOTS), b.input(Input.POSITIONS), b.input(Input.BLOCK_TABLE)
@@ -177,6 +203,8 @@ def _add_bucket(parts: Parts, kind: BucketKind, tokens: int) -> None:
     sampled = tensor(Space.OUTPUT, DType.I32, [b.logits_rows], index=Output.SAMPLED)
 
     b.launch("embedding", [b.input(Input.TOKEN_IDS), b.weight("table"), DType.F32], [x])
+    if counting:
+        _add_counting(b, x)
     compress: list[Any] = [x, x, b.weight("ape"), b.weight("norm"), b.weight("inv_freq"), slots, positions, table]
     b.launch("compress", [*compress, groups, entries, None, RATIO, False, EPS, 0, DType.F32], [])
     attention = [heads, x, ring, None, entries, None, None, b.weight("sink"), slots, positions, table]
@@ -195,9 +223,13 @@ def _add_bucket(parts: Parts, kind: BucketKind, tokens: int) -> None:
     parts.buckets.append(Bucket(kind, tokens, first, len(parts.launches) - first, b.arena_bytes, 0, 0))
 
 
-def hand_parts() -> Parts:
+def hand_parts(counting: bool = False) -> Parts:
     parts = Parts()
-    for name, array in weight_arrays().items():
+    arrays: dict[str, np.ndarray[Any, Any]] = {**weight_arrays()}
+    if counting:
+        arrays |= {"expert_table": expert_table(), "expert_bias": expert_bias()}
+        parts.plan_header["layer_count"] = max(COUNTED_LAYERS) + 1
+    for name, array in arrays.items():
         parts.weights += bytes(-len(parts.weights) % 64)
         parts.weight_offsets[name] = len(parts.weights)
         parts.weights += array.tobytes()
@@ -207,10 +239,14 @@ def hand_parts() -> Parts:
         ("entries", StateKind.BLOCK, BLOCK_TOKENS // RATIO, RATIO, WIDTH),
     ):
         parts.states.append(State(parts.string(name), kind, DType.F32, 0, rows, ratio, row_width * 4))
+    for layer in COUNTED_LAYERS if counting else ():
+        parts.states.append(
+            State(parts.string(f"counts_{layer}"), StateKind.ROUTING_COUNTS, DType.I64, layer, WIDTH, 1, 8)
+        )
     for tokens in DECODE_TOKENS:
-        _add_bucket(parts, BucketKind.DECODE, tokens)
+        _add_bucket(parts, BucketKind.DECODE, tokens, counting)
     for tokens in MIXED_TOKENS:
-        _add_bucket(parts, BucketKind.MIXED, tokens)
+        _add_bucket(parts, BucketKind.MIXED, tokens, counting)
     parts.entry_points.append(EntryPoint(parts.string("main"), 0, len(parts.buckets), 0))
     return parts
 

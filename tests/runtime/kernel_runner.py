@@ -87,8 +87,18 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.dsv4c_testing_simd_name.argtypes = [ctypes.c_uint32]
     library.dsv4c_testing_simd_name.restype = ctypes.c_char_p
     library.dsv4c_testing_use_simd.argtypes = [ctypes.c_char_p]
+    library.dsv4c_testing_topology.argtypes = [ctypes.POINTER(ctypes.c_int32), *[ctypes.c_uint64] * 4]
     library.dsv4c_testing_error.restype = ctypes.c_char_p
     return library
+
+
+def topology_fault(values: Sequence[int], experts: int, groups: int, sm_count: int) -> str | None:
+    """What the runtime finds wrong with a topology table."""
+    array = (ctypes.c_int32 * len(values))(*values)
+    if not _library().dsv4c_testing_topology(array, len(values), experts, groups, sm_count):
+        return None
+    found: bytes = _library().dsv4c_testing_error()
+    return found.decode()
 
 
 def simd_variants() -> list[str]:

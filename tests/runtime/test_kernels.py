@@ -216,6 +216,25 @@ def test_route_hash() -> None:
         check_kernel("route_hash", normal(tokens, 11, seed=tokens) * 4, table, ids, 1.5, rows=(0, 2))
 
 
+@pytest.mark.parametrize(("experts", "k"), ((4, 1), (37, 6), (1, 1)))
+def test_count_routing(experts: int, k: int) -> None:
+    counts = torch.arange(experts).unsqueeze(0) << 33  # more than 32 bits hold
+    expected = counts.clone()
+    for tokens in TOKENS:
+        ids = torch.randint(0, experts, (tokens, k), generator=generator(tokens), dtype=torch.int32)
+        run_kernel("count_routing", ids, counts)
+        reference("count_routing", ids, expected)
+        assert same_bits(counts, expected)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5, 2**31 - 1])
+def test_count_routing_refuses_what_is_no_expert(wrong: int) -> None:
+    counts = torch.zeros(1, 5, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="count_routing is given a choice that is no expert"):
+        run_kernel("count_routing", torch.tensor([[wrong]], dtype=torch.int32), counts)
+    assert not counts.any()
+
+
 def expert_ids(tokens: int, k: int, experts: int, crowd: str) -> Tensor:
     """Choices where an expert gets no token, one token, or every token."""
     ids = torch.randint(0, experts - 1, (tokens, k), generator=generator(tokens), dtype=torch.int32)

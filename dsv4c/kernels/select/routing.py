@@ -1,4 +1,4 @@
-"""The router's choices and the sampling."""
+"""The router's choices, their counts, and the sampling."""
 
 from dsv4c.kernels.select.selection import (
     Selection,
@@ -14,6 +14,8 @@ from dsv4c.kernels.select.selection import (
 from dsv4c.plan.execution_plan import KernelCall, KernelVariant, Launch
 
 _LANES = 32
+# Choices that a block counts, and `THREADS` in count_routing.cu.
+_COUNTED_PAIRS, _COUNTING_THREADS = 1024, 256
 # `THREADS` and the size of `Shared` in sample.cu.
 _SAMPLE_THREADS = 1024
 _SAMPLE_SHARED = 66 << 10
@@ -48,6 +50,17 @@ def select_route_hash(launch: Launch, selection: Selection) -> list[KernelCall]:
         WARPS=_warps(selection),
     )
     return [_call(launch, selection, variant, 3)]
+
+
+def select_count_routing(launch: Launch, selection: Selection) -> list[KernelCall]:
+    ids, counts = tensor_arg(launch, 0), tensor_arg(launch, 1)
+    chosen = ids.sizes[1]
+    assert ids.strides == (chosen, 1) and counts.strides[1] == 1, launch.name
+    variant = cuda_variant(
+        "count_routing", "count_routing", EXPERTS=counts.sizes[1], CHOSEN=chosen, PAIRS=_COUNTED_PAIRS
+    )
+    blocks = ceil_div(selection.tokens * chosen, _COUNTED_PAIRS)
+    return [KernelCall(variant, grid=(blocks, 1, 1), block=_COUNTING_THREADS, args=(ids, counts))]
 
 
 def _warps(selection: Selection) -> int:
@@ -89,5 +102,6 @@ def select_sample(launch: Launch, selection: Selection) -> list[KernelCall]:
 SELECTORS: dict[str, Selector] = {
     "route_topk": select_route_topk,
     "route_hash": select_route_hash,
+    "count_routing": select_count_routing,
     "sample": select_sample,
 }

@@ -89,6 +89,17 @@ dsv4c_status with_session(dsv4c_session* session, Body&& body) noexcept {
   });
 }
 
+// For the calls about counts, which not every engine keeps.
+template <typename Body>
+dsv4c_status with_counts(dsv4c_session* session, Body&& body) noexcept {
+  return with_session(session, [&](dsv4c::Session& s) {
+    if (s.plan().counted_states.empty())
+      fail(DSV4C_INVALID_ARGUMENT,
+           "the engine does not count its routing; build it with `counts = true` in the recipe's table `[experts]`");
+    body(s);
+  });
+}
+
 template <typename Body>
 dsv4c_status with_slot(dsv4c_session* session, uint32_t slot, Body&& body) noexcept {
   return with_session(session, [&](dsv4c::Session& s) {
@@ -153,6 +164,8 @@ dsv4c_status dsv4c_engine_get_info(const dsv4c_engine* engine, dsv4c_engine_info
     std::strncpy(known.device, e.machine().name.c_str(), sizeof known.device - 1);
     known.sm_count = e.machine().sm_count;
     known.weight_seconds = e.backend().weight_seconds();
+    known.counted_layers = static_cast<uint32_t>(e.plan().counted_states.size());
+    known.counted_experts = e.plan().counted_experts();
     std::memcpy(info, &known, std::min<size_t>(size, sizeof known));
   });
 }
@@ -257,6 +270,25 @@ dsv4c_status dsv4c_session_restore(dsv4c_session* session, uint32_t slot, const 
     required(static_cast<const std::byte*>(data), "data");
     state.restore(slot, static_cast<const std::byte*>(data), size);
   });
+}
+
+dsv4c_status dsv4c_session_routing_counts(dsv4c_session* session, uint32_t* layers, uint64_t* counts,
+                                          uint64_t counts_size) {
+  return with_counts(session, [&](dsv4c::Session& s) {
+    const dsv4c::Plan& plan = s.plan();
+    required(counts, "counts");
+    const unsigned long long needed = uint64_t{plan.counted_states.size()} * plan.counted_experts();
+    if (counts_size < needed)
+      fail(DSV4C_INVALID_ARGUMENT, "the counts of %zu layers with %u experts are %llu numbers, there is room for %llu",
+           plan.counted_states.size(), plan.counted_experts(), needed, static_cast<unsigned long long>(counts_size));
+    s.state().read_routing_counts(counts);
+    if (!layers) return;
+    for (uint32_t index : plan.counted_states) *layers++ = plan.states[index].layer;
+  });
+}
+
+dsv4c_status dsv4c_session_reset_routing_counts(dsv4c_session* session) {
+  return with_counts(session, [](dsv4c::Session& s) { s.state().reset_routing_counts(); });
 }
 
 }  // extern "C"

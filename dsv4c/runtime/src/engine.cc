@@ -2,6 +2,7 @@
 
 #include "cpu_backend.h"
 #include "cuda/cuda_backend.h"
+#include "topology_check.h"
 
 namespace dsv4c {
 namespace {
@@ -19,6 +20,7 @@ std::unique_ptr<Backend> make_backend(const EngineFile& file, ThreadPool& pool, 
 Engine::Engine(const std::string& path, unsigned threads, unsigned device)
     : file_(path), pool_(threads), backend_(make_backend(file_, pool_, path, device)), machine_(backend_->machine()) {
   plan_ = read_plan(file_.section(format::kPlan), file_.header(), file_.section(format::kWeights).size, machine_);
+  if (machine_.runs_images()) check_topologies(plan_, file_.section(format::kWeights));
   backend_->load(plan_);
   Sha256 hash;
   hash.update(file_.section_digest(format::kPlan).data(), sizeof(Digest));

@@ -49,7 +49,7 @@ enum class Output : uint32_t { LOGITS = 0, SAMPLED = 1 };
 constexpr int kOutputCount = 2;
 
 enum class BucketKind : uint32_t { DECODE = 1, MIXED = 2 };
-enum class StateKind : uint32_t { SLOT = 1, BLOCK = 2 };
+enum class StateKind : uint32_t { SLOT = 1, BLOCK = 2, ROUTING_COUNTS = 3 };
 enum LaunchFlag : uint32_t { kHead = 1, kSample = 2, kStage = 4, kCooperative = 8, kProgrammatic = 16 };
 
 struct Header {

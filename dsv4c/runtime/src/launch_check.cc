@@ -17,7 +17,7 @@ using namespace format;
 //   *          any size
 //   &          all leading dimensions, equal wherever it stands
 // then :i (int32), :l (int64), :f (float32), :a (float32, bfloat16 or float16). @N is input N of the step. ? before an
-// argument: it may be absent. i is an integer, i= with a letter one of that size, f a number.
+// argument: it may be absent. # before a letter: the counts of the routing to so many experts. i is an integer, i= with a letter one of that size, f a number.
 struct Signature {
   std::string_view kernel;
   std::string_view arguments;
@@ -28,6 +28,7 @@ constexpr Signature kSignatures[] = {
     {"attention", "tHD:a tD:a s** ?s** ?b** ?b** ?tK:i H:a @1 @2 @3 i i i f > tHD:a"},
     {"commit_ring", "tD:a s** ?s** @1 @2 i >"},
     {"compress", "tW:a tW:a QW:a D:a F:a @1 @2 @3 s*2W b** ?b** i=Q i f i i >"},
+    {"count_routing", "tK:i #E >"},
     {"embedding", "@0 vD:a i > tD:a"},
     {"fp4_round", "&W:a i > &W:a"},
     {"fp8_round", "&W:a i i > &W:a"},
@@ -99,6 +100,7 @@ class Matcher {
     }
     if (kind != ArgKind::TENSOR) return false;
     const Tensor& tensor = plan_.tensors[static_cast<size_t>(arg.value)];
+    if (wanted.front() == '#') return is_counts(tensor) && same(wanted[1], size_of(tensor, 1));
     if (wanted.front() == '@')
       return static_cast<Space>(tensor.space) == Space::INPUT && tensor.index == static_cast<uint32_t>(wanted[1] - '0');
     const size_t colon = wanted.find(':');
@@ -107,6 +109,12 @@ class Matcher {
   }
 
  private:
+  // `check_tensor` knows that such a tensor is [1, experts].
+  bool is_counts(const Tensor& tensor) const {
+    return static_cast<Space>(tensor.space) == Space::STATE &&
+           static_cast<StateKind>(plan_.states[tensor.index].kind) == StateKind::ROUTING_COUNTS;
+  }
+
   bool shape(std::string_view letters, const Tensor& tensor) {
     uint32_t first = 0;
     if (letters.front() == '&') {

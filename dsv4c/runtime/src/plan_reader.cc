@@ -4,6 +4,7 @@
 #include <cinttypes>
 #include <cstring>
 
+#include "dtype.h"
 #include "error.h"
 #include "kernel.h"
 #include "launch_check.h"
@@ -59,13 +60,33 @@ void check_header(const Plan& plan, const Header& header, uint64_t weight_bytes)
       fail(DSV4C_FORMAT, "plan: end token %u is outside the vocabulary of %u", id, h.vocab_size);
 }
 
-void check_states(const Plan& plan) {
+// Layers ascend and have equally many experts, so that the counts are one matrix.
+void add_counted_state(Plan& plan, uint32_t index) {
+  const State& state = plan.states[index];
+  const char* name = plan.text(state.name);
+  if (static_cast<DType>(state.dtype) != DType::I64 || state.row_bytes != sizeof(int64_t))
+    fail(DSV4C_FORMAT, "state plane %s holds counts of %" PRIu64 " bytes, dtype %u; they are int64", name,
+         state.row_bytes, state.dtype);
+  if (state.layer >= plan.header.layer_count)
+    fail(DSV4C_FORMAT, "state plane %s counts the routing of layer %u of %u", name, state.layer,
+         plan.header.layer_count);
+  if (!plan.counted_states.empty()) {
+    const State& before = plan.states[plan.counted_states.back()];
+    if (state.layer <= before.layer || state.rows != before.rows)
+      fail(DSV4C_FORMAT, "state plane %s counts %u experts of layer %u behind %u experts of layer %u", name, state.rows,
+           state.layer, before.rows, before.layer);
+  }
+  plan.counted_states.push_back(index);
+}
+
+void check_states(Plan& plan) {
   for (size_t i = 0; i < plan.states.size(); ++i) {
     const State& state = plan.states[i];
     check_string(plan, state.name, "state plane", i);
     const char* name = plan.text(state.name);
-    const bool block = static_cast<StateKind>(state.kind) == StateKind::BLOCK;
-    if (!block && static_cast<StateKind>(state.kind) != StateKind::SLOT)
+    const StateKind kind = static_cast<StateKind>(state.kind);
+    const bool block = kind == StateKind::BLOCK;
+    if (!block && kind != StateKind::SLOT && kind != StateKind::ROUTING_COUNTS)
       fail(DSV4C_FORMAT, "state plane %s has unknown kind %u", name, state.kind);
     if (!is_dtype(state.dtype)) fail(DSV4C_FORMAT, "state plane %s has unknown dtype %u", name, state.dtype);
     uint64_t bytes;
@@ -75,6 +96,7 @@ void check_states(const Plan& plan) {
     if (block && (state.ratio == 0 || uint64_t{state.rows} * state.ratio < plan.header.block_tokens))
       fail(DSV4C_FORMAT, "state plane %s has %u rows a block for entries of %u positions; a block has %u positions",
            name, state.rows, state.ratio, plan.header.block_tokens);
+    if (kind == StateKind::ROUTING_COUNTS) add_counted_state(plan, static_cast<uint32_t>(i));
   }
 }
 
@@ -144,10 +166,6 @@ void check_launch(const Plan& plan, size_t index, const Bucket& bucket, const Ma
   if (launch.flags & ~static_cast<uint32_t>(kHead | kSample))
     fail(DSV4C_FORMAT, "plan: launch %zu (%s) has unknown flags %u", index, plan.text(launch.name), launch.flags);
   check_arguments(plan, index);
-}
-
-uint32_t sm_count_of(const Plan& plan, const Bucket& bucket) {
-  return bucket.sm_count != 0 ? bucket.sm_count : plan.header.sm_count;
 }
 
 // The buckets of main that the machine can run: for its number of SMs, or for any.

@@ -24,8 +24,12 @@ struct Plan {
   std::vector<char> strings;  // ends with a zero, so every offset is a terminated string
   // Buckets of the entry point main that the machine runs.
   std::vector<uint32_t> main_buckets;
+  // State planes that count the routing of a layer, in the order of the layers.
+  std::vector<uint32_t> counted_states;
 
   const char* text(uint32_t offset) const { return strings.data() + offset; }
+  // Experts of a counted layer; 0 where none is counted.
+  uint32_t counted_experts() const { return counted_states.empty() ? 0 : states[counted_states.front()].rows; }
   int32_t mask_words() const { return static_cast<int32_t>((header.vocab_size + 31) / 32); }
 };
 
@@ -40,9 +44,15 @@ struct Machine {
   bool runs_images() const { return !has_kernel; }
 };
 
+// Streaming multiprocessors that a bucket is for; 0: any.
+inline uint32_t sm_count_of(const Plan& plan, const format::Bucket& bucket) {
+  return bucket.sm_count != 0 ? bucket.sm_count : plan.header.sm_count;
+}
+
 Plan read_plan(Bytes section, const format::Header& header, uint64_t weight_bytes, const Machine& machine);
 
-// Bytes one slot (SLOT planes) or one block (BLOCK planes) takes; `read_plan` has checked that it fits.
+// Bytes one slot (SLOT planes), one block (BLOCK planes) or a session (ROUTING_COUNTS) takes; `read_plan` has checked
+// that it fits.
 inline uint64_t unit_bytes(const format::State& state) { return state.rows * state.row_bytes; }
 
 }  // namespace dsv4c

@@ -16,6 +16,7 @@ class Session {
  public:
   Session(std::shared_ptr<const Engine> engine, uint32_t slots, uint32_t context, const ExecutorOptions& options);
 
+  const Plan& plan() const { return engine_->plan(); }
   SessionState& state() { return state_; }
   std::atomic<bool>& in_use() { return in_use_; }
 

@@ -30,6 +30,8 @@ static_assert(sizeof(StateHeader) == 64);
 
 bool is_block(const State& state) { return static_cast<StateKind>(state.kind) == StateKind::BLOCK; }
 
+bool is_of_session(const State& state) { return static_cast<StateKind>(state.kind) == StateKind::ROUTING_COUNTS; }
+
 }  // namespace
 
 SessionState::SessionState(const Engine& engine, Executor& executor, uint32_t slots, uint32_t context, bool poison)
@@ -51,7 +53,8 @@ SessionState::SessionState(const Engine& engine, Executor& executor, uint32_t sl
   for (const State& state : plan_.states) {
     uint64_t bytes;
     offsets.push_back(total);
-    if (__builtin_mul_overflow(unit_bytes(state), is_block(state) ? blocks : slots, &bytes) ||
+    const uint64_t units = is_of_session(state) ? 1 : is_block(state) ? blocks : slots;
+    if (__builtin_mul_overflow(unit_bytes(state), units, &bytes) ||
         __builtin_add_overflow(bytes, kPlaneAlign - 1, &bytes) ||
         __builtin_add_overflow(total, bytes / kPlaneAlign * kPlaneAlign, &total))
       fail(DSV4C_OUT_OF_MEMORY, "state plane %s of %u slots with %u positions exceeds the address space",
@@ -61,8 +64,9 @@ SessionState::SessionState(const Engine& engine, Executor& executor, uint32_t sl
   std::snprintf(what, sizeof what, "the state of %u slots with %u positions", slots, context);
   std::byte* memory = executor_.allocate_state(total, what);
   if (poison_ && total > 0) executor_.fill(memory, 0xFF, total);
-  executor_.finish();
   for (uint64_t offset : offsets) planes_.push_back(memory + offset);
+  if (poison_) clear_counts();
+  executor_.finish();
   block_table_.resize(blocks);
   for (uint64_t i = 0; i < blocks; ++i) block_table_[i] = static_cast<int32_t>(i);
   slots_.resize(slots);
@@ -105,6 +109,7 @@ void SessionState::truncate(uint32_t slot, uint32_t position) {
 }
 
 uint64_t SessionState::used_bytes(const State& state, uint32_t length) const {
+  if (is_of_session(state)) return 0;
   return is_block(state) ? length / state.ratio * state.row_bytes : unit_bytes(state);
 }
 
@@ -118,6 +123,7 @@ void SessionState::for_each_piece(uint32_t slot, uint32_t length, const std::fun
   for (size_t i = 0; i < planes_.size(); ++i) {
     const State& state = plan_.states[i];
     const uint64_t unit = unit_bytes(state);
+    if (is_of_session(state)) continue;
     if (!is_block(state)) {
       visit({planes_[i] + slot * unit, unit});
       continue;
@@ -203,6 +209,24 @@ void SessionState::restore(uint32_t slot, const std::byte* data, uint64_t size) 
   });
   executor_.finish();
   slots_[slot] = restored;
+}
+
+void SessionState::clear_counts() {
+  for (uint32_t index : plan_.counted_states) executor_.fill(planes_[index], 0, unit_bytes(plan_.states[index]));
+}
+
+void SessionState::read_routing_counts(uint64_t* counts) const {
+  const uint32_t experts = plan_.counted_experts();
+  for (uint32_t index : plan_.counted_states) {
+    executor_.read(counts, planes_[index], experts * sizeof(uint64_t));
+    counts += experts;
+  }
+  executor_.finish();
+}
+
+void SessionState::reset_routing_counts() {
+  clear_counts();
+  executor_.finish();
 }
 
 }  // namespace dsv4c

@@ -9,7 +9,8 @@
 
 namespace dsv4c {
 
-// The state planes of a session and how far each slot has come.
+// The state planes of a session and how far each slot has come. Counts of the routing belong to the session: what is
+// done to a slot leaves them alone.
 class SessionState {
  public:
   // The planes lie in the executor's memory.
@@ -35,6 +36,9 @@ class SessionState {
   uint64_t save_size(uint32_t slot) const;
   void save(uint32_t slot, std::byte* data) const;
   void restore(uint32_t slot, const std::byte* data, uint64_t size);
+  // [counted layers, experts]: since the session began, or `reset_routing_counts`.
+  void read_routing_counts(uint64_t* counts) const;
+  void reset_routing_counts();
 
  private:
   struct Slot {
@@ -47,6 +51,7 @@ class SessionState {
     uint64_t size;
   };
 
+  void clear_counts();
   uint32_t lowest_position(const Slot& slot) const;
   uint64_t used_bytes(const format::State& state, uint32_t length) const;
   uint64_t saved_bytes(uint32_t length) const;

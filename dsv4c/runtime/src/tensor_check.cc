@@ -60,12 +60,21 @@ bool end_of_tensor(const Tensor& tensor, uint64_t tokens, bool skip_first, uint6
          !__builtin_add_overflow(last, tensor.offset, end);
 }
 
+// Counts are only ever used as a whole: int64 [1, experts].
+void check_counts(const Tensor& tensor, size_t index, const State& state, const char* name) {
+  const bool whole = tensor.offset == 0 && static_cast<DType>(tensor.dtype) == DType::I64 && tensor.ndim == 2 &&
+                     static_cast<Dim>(tensor.dim[0]) == Dim::FIXED && static_cast<Dim>(tensor.dim[1]) == Dim::FIXED &&
+                     tensor.size[0] == 1 && tensor.size[1] == state.rows && tensor.stride[1] == 1;
+  if (!whole) fail(DSV4C_FORMAT, "tensor %zu has not the shape and dtype of the counts in state plane %s", index, name);
+}
+
 void check_state_tensor(const Plan& plan, size_t index) {
   const Tensor& tensor = plan.tensors[index];
   if (tensor.index >= plan.states.size())
     fail(DSV4C_FORMAT, "tensor %zu is in state plane %u of %zu", index, tensor.index, plan.states.size());
   const State& state = plan.states[tensor.index];
   const char* name = plan.text(state.name);
+  if (static_cast<StateKind>(state.kind) == StateKind::ROUTING_COUNTS) return check_counts(tensor, index, state, name);
   const Dim unit = static_cast<StateKind>(state.kind) == StateKind::SLOT ? Dim::SLOTS : Dim::BLOCKS;
   if (tensor.ndim == 0 || static_cast<Dim>(tensor.dim[0]) != unit)
     fail(DSV4C_FORMAT, "tensor %zu in state plane %s has not the %s as first dimension", index, name,

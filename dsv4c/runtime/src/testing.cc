@@ -8,6 +8,7 @@
 #include "cpu/simd/simd.h"
 #include "kernel.h"
 #include "thread_pool.h"
+#include "topology_table.h"
 
 namespace {
 
@@ -71,6 +72,13 @@ int dsv4c_testing_use_simd(const char* name) {
     return 0;
   }
   return 1;
+}
+
+int dsv4c_testing_topology(const int32_t* values, uint64_t count, uint64_t experts, uint64_t groups,
+                           uint64_t sm_count) {
+  const char* fault = dsv4c::topology_fault(values, count, experts, groups, sm_count);
+  error_text = fault ? fault : "";
+  return fault ? 1 : 0;
 }
 
 const char* dsv4c_testing_error(void) { return error_text.c_str(); }

@@ -80,6 +80,8 @@ typedef struct dsv4c_engine_info {
   char device[100];  /* "GPU 0 (NVIDIA H200)", zero-terminated; "" on the cpu */
   uint32_t sm_count; /* streaming multiprocessors of the GPU; 0 on the cpu */
   double weight_seconds; /* that opening took to bring the weights to the GPU; 0 on the cpu, which maps them */
+  uint32_t counted_layers;  /* whose routing dsv4c_session_routing_counts tells; 0: the engine was built without */
+  uint32_t counted_experts; /* of each of them; 0 without */
 } dsv4c_engine_info;
 
 enum {
@@ -206,6 +208,16 @@ DSV4C_API dsv4c_status dsv4c_session_save_size(dsv4c_session* session, uint32_t 
 DSV4C_API dsv4c_status dsv4c_session_save(dsv4c_session* session, uint32_t slot, void* data, uint64_t size);
 /* Takes only a state of the same engine; a refused one changes nothing. */
 DSV4C_API dsv4c_status dsv4c_session_restore(dsv4c_session* session, uint32_t slot, const void* data, uint64_t size);
+
+/* How often each expert was chosen in this session, by the rows of all its slots, since it was created or the counts
+ * were reset: once for every choice of every row that a step has run. Resetting, cutting back, copying or restoring a
+ * slot does not change the counts; a step that failed or was stopped may have been counted in part.
+ * `counts` [counted_layers, counted_experts] of dsv4c_engine_info has room for `counts_size` numbers; `layers`, which
+ * may be NULL, gets the numbers of the layers, ascending. Engines count only if built with `counts = true` in the
+ * recipe's table [experts]; others refuse both calls with DSV4C_INVALID_ARGUMENT. */
+DSV4C_API dsv4c_status dsv4c_session_routing_counts(dsv4c_session* session, uint32_t* layers, uint64_t* counts,
+                                                    uint64_t counts_size);
+DSV4C_API dsv4c_status dsv4c_session_reset_routing_counts(dsv4c_session* session);
 
 #ifdef __cplusplus
 }

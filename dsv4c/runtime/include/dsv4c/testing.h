@@ -41,6 +41,10 @@ DSV4C_TESTING_API const char* dsv4c_testing_simd_name(uint32_t index);
    such variant. */
 DSV4C_TESTING_API int dsv4c_testing_use_simd(const char* name);
 
+/* Returns 0 if `values` are a topology table of so many experts, groups and streaming multiprocessors, else 1. */
+DSV4C_TESTING_API int dsv4c_testing_topology(const int32_t* values, uint64_t count, uint64_t experts, uint64_t groups,
+                                             uint64_t sm_count);
+
 /* Of the last failed call of this thread. */
 DSV4C_TESTING_API const char* dsv4c_testing_error(void);
 

@@ -11,6 +11,7 @@ void add(const KernelArgs& args, ThreadPool& pool);
 void attention(const KernelArgs& args, ThreadPool& pool);
 void commit_ring(const KernelArgs& args, ThreadPool& pool);
 void compress(const KernelArgs& args, ThreadPool& pool);
+void count_routing(const KernelArgs& args, ThreadPool& pool);
 void embedding(const KernelArgs& args, ThreadPool& pool);
 void fp4_round(const KernelArgs& args, ThreadPool& pool);
 void fp8_round(const KernelArgs& args, ThreadPool& pool);

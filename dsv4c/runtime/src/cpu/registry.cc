@@ -14,6 +14,7 @@ constexpr Entry kKernels[] = {
     {"attention", cpu::attention},
     {"commit_ring", cpu::commit_ring},
     {"compress", cpu::compress},
+    {"count_routing", cpu::count_routing},
     {"embedding", cpu::embedding},
     {"fp4_round", cpu::fp4_round},
     {"fp8_round", cpu::fp8_round},

@@ -92,4 +92,21 @@ void route_hash(const KernelArgs& args, ThreadPool& pool) {
   });
 }
 
+// ids, counts. A few thousand additions at most: one thread does them.
+void count_routing(const KernelArgs& args, ThreadPool&) {
+  const TensorView& ids = args.tensor(0);
+  const TensorView& counts = args.tensor(1);
+  if (ids.dtype != DType::I32) unsupported("a choice of experts", ids.dtype);
+  if (counts.dtype != DType::I64) unsupported("counts of experts", counts.dtype);
+  const int64_t experts = row_width(counts);
+  auto* count = counts.as<int64_t>();
+  for (int64_t row = 0; row < ids.size[0]; ++row) {
+    const auto* chosen = static_cast<const int32_t*>(row_address(ids, row));
+    for (int64_t i = 0; i < row_width(ids); ++i) {
+      require(chosen[i] >= 0 && chosen[i] < experts, "count_routing is given a choice that is no expert");
+      ++count[chosen[i]];
+    }
+  }
+}
+
 }  // namespace dsv4c::cpu
