@@ -1,5 +1,6 @@
 """The packed form of a routed expert: its three matrices as one record, in the order in which Hopper's matrix
-instructions take them. The codes and scales are those of the checkpoint in another order; nothing is rounded.
+instructions take them. The codes and scales are those of the checkpoint in another order; nothing is rounded. (Only
+FP4 blocks of zeros get another scale where theirs is out of the kernels' range.)
 
 A record is the panels of w1 and w3, then the panels of w2. A panel is 64 rows by all columns, as tiles of 128 columns
 in their order: panel p of w1 and w3 has rows 32p.. of both, panel p of w2 rows 64p... A tile is four groups of 16 rows.
@@ -28,9 +29,8 @@ TILE_COLUMNS = 128
 FP8_BLOCK = (128, 128)
 FP4_BLOCK = (1, FP4_GROUP)
 TILE_BYTES = {Encoding.FP4_GROUP: 4 * 1088, Encoding.FP8_BLOCK: 4 * 2048 + 16}
-# The prefill kernel multiplies the e2m1 codes of 128 columns by their scales over the largest of the four, in e4m3:
-# exact down to 2^-11.
-SCALE_RANGE = 11
+# The kernel of large steps multiplies FP4 codes by their scales in f16, exactly from 2^-26 to 2^3.
+LEAST_SCALE, LARGEST_SCALE = 101, 130  # UE8M0
 
 _CODES = 8  # of a row, that a lane takes at once
 
@@ -151,12 +151,14 @@ def pack_fp4(
 ) -> Tensor:
     """The record of an expert, uint8 [record_bytes]: gate (w1) and up (w3) [I, D], down (w2) [D, I].
 
-    Raises CheckpointError, with the matrix of `names`, where scales of a row lie too far apart for the kernels.
+    Raises CheckpointError, with the matrix of `names`, where a scale is too small or too large for the kernels.
     """
     inner, hidden = gate.codes.shape[0], down.codes.shape[0]
     _require_fit(Encoding.FP4_GROUP, hidden, inner)
-    for matrix, name in zip((gate, up, down), names, strict=True):
-        _require_close_scales(matrix, name)
+    gate, up, down = (
+        StoredMatrix(matrix.codes, _usable_scales(matrix, name))
+        for matrix, name in zip((gate, up, down), names, strict=True)
+    )
     record = torch.empty(record_bytes(Encoding.FP4_GROUP, hidden, inner), dtype=torch.uint8)
     words = record.view(torch.int32)
     taken = 0
@@ -276,30 +278,24 @@ def _split(panels: Tensor, paired: bool) -> tuple[Tensor, ...]:
     return panels.chunk(2, 1) if paired else (panels,)
 
 
-def _require_close_scales(matrix: StoredMatrix, name: str) -> None:
-    """The blocks of a row that share 128 columns: their scales must not lie further apart than `SCALE_RANGE`.
+def _usable_scales(matrix: StoredMatrix, name: str) -> Tensor:
+    """The scales of an FP4 matrix, as uint8. Blocks of zeros, which they do not change, get one that kernels can use.
 
-    A block of zeros has no say: its scale multiplies nothing.
+    Raises CheckpointError, with the matrix's name, where they cannot use the scale of another block.
     """
-    rows = matrix.codes.shape[0]
-    per_tile = TILE_COLUMNS // FP4_GROUP
-    exponents = _bytes(matrix.scales).view(rows, -1, per_tile)
-    suspects = (exponents.amax(2) - exponents.amin(2) > SCALE_RANGE).nonzero()
-    if not len(suspects):
-        return
-    row, tile = suspects.unbind(1)
-    codes = _bytes(matrix.codes).view(rows, -1, per_tile, FP4_GROUP // 2)[row, tile]
-    used = ((codes & 0x77) != 0).any(2)
-    chosen = exponents[row, tile].int()
-    spread = chosen.masked_fill(~used, 0).amax(1) - chosen.masked_fill(~used, 255).amin(1)
-    wrong = (spread > SCALE_RANGE).nonzero().flatten()
+    scales = _bytes(matrix.scales)
+    unusable = (scales < LEAST_SCALE) | (scales > LARGEST_SCALE)
+    if not unusable.any():
+        return scales
+    blocks = _bytes(matrix.codes).view(*scales.shape, FP4_GROUP // 2)
+    wrong = (unusable & ((blocks & 0x77) != 0).any(2)).nonzero()
     if len(wrong):
-        at = int(wrong[0])
-        column = int(tile[at]) * TILE_COLUMNS
+        row, block = (int(index) for index in wrong[0])
         raise CheckpointError(
-            f"`{name}` cannot be packed: the scales of row {int(row[at])}, columns {column} to "
-            f"{column + TILE_COLUMNS - 1}, lie a factor of 2^{int(spread[at])} apart; the kernels are exact up to "
-            f"2^{SCALE_RANGE}; blocks like it: {len(wrong)}",
+            f"`{name}` cannot be packed: the scale of row {row}, columns {block * FP4_GROUP} to "
+            f"{(block + 1) * FP4_GROUP - 1}, is 2^{int(scales[row, block]) - 127}; the kernels are exact from "
+            f"2^{LEAST_SCALE - 127} to 2^{LARGEST_SCALE - 127}; blocks like it: {len(wrong)}",
             hint='set `layout = "checkpoint"` in the table `[experts]` of the recipe: kernels of several launches, for '
             "experts as the checkpoint has them",
         )
+    return scales.clamp(LEAST_SCALE, LARGEST_SCALE)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4c.checkpoint.expert_packing import (
-    SCALE_RANGE,
+    LARGEST_SCALE,
+    LEAST_SCALE,
     TILE_BYTES,
     StoredMatrix,
     pack_fp4,
@@ -29,7 +30,9 @@ def _fp4_expert(hidden: int, inner: int, seed: int = 0) -> Expert:
 
     def matrix(rows: int, columns: int) -> StoredMatrix:
         codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=random)
-        scales = torch.randint(110, 110 + SCALE_RANGE + 1, (rows, columns // 32), dtype=torch.uint8, generator=random)
+        scales = torch.randint(
+            LEAST_SCALE, LARGEST_SCALE + 1, (rows, columns // 32), dtype=torch.uint8, generator=random
+        )
         return StoredMatrix(codes, scales)
 
     return matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner)
@@ -170,25 +173,28 @@ def test_element_types_of_a_checkpoint() -> None:
     assert torch.equal(pack_fp8(*typed), pack_fp8(*matrices))
 
 
-def test_scales_that_lie_too_far_apart_are_refused_with_their_place() -> None:
+@pytest.mark.parametrize(("scale", "power"), [(LEAST_SCALE - 1, -27), (LARGEST_SCALE + 1, 4), (0, -127), (255, 128)])
+def test_scales_out_of_range_are_refused_with_their_place(scale: int, power: int) -> None:
     gate, up, down = _fp4_expert(256, 128)
-    up.scales[5, 4:] = 100
-    up.scales[5, 6] = 112
-    up.codes[5, 128 - 64 :] = 0x11
+    up.scales[5, 6] = scale
+    up.codes[5, 96:112] = 0x01
     with pytest.raises(CheckpointError) as caught:
         pack_fp4(gate, up, down, ("a.w1", "a.w3", "a.w2"))
-    assert "`a.w3` cannot be packed: the scales of row 5, columns 128 to 255, lie a factor of 2^12" in str(caught.value)
+    assert f"`a.w3` cannot be packed: the scale of row 5, columns 192 to 223, is 2^{power}; " in str(caught.value)
+    assert "the kernels are exact from 2^-26 to 2^3" in str(caught.value)
     assert 'layout = "checkpoint"' in str(caught.value.hint)
 
 
 def test_scales_of_zeros_may_lie_anywhere() -> None:
     gate, up, down = _fp4_expert(128, 128)
-    down.scales[7] = torch.tensor([120, 7, 120, 131], dtype=torch.uint8)
+    down.scales[7] = torch.tensor([120, 7, 250, 130], dtype=torch.uint8)
     # Zeros of both signs.
-    down.codes[7, 16:32] = torch.tensor([0x00, 0x80, 0x08, 0x88], dtype=torch.uint8).repeat(4)
-    assert torch.equal(unpack_fp4(pack_fp4(gate, up, down), 128, 128)[2].codes, down.codes)
+    down.codes[7, 16:48] = torch.tensor([0x00, 0x80, 0x08, 0x88], dtype=torch.uint8).repeat(8)
+    unpacked = unpack_fp4(pack_fp4(gate, up, down), 128, 128)[2]
+    assert torch.equal(unpacked.codes, down.codes)
+    assert unpacked.scales[7].tolist() == [120, LEAST_SCALE, LARGEST_SCALE, 130]
     down.codes[7, 20] = 0x10
-    with pytest.raises(CheckpointError, match="row 7, columns 0 to 127, lie a factor of 2\\^124 apart"):
+    with pytest.raises(CheckpointError, match="row 7, columns 32 to 63, is 2\\^-120"):
         pack_fp4(gate, up, down)
 
 

@@ -41,7 +41,8 @@ def check(
         torch.testing.assert_close(out * scale, expected * scale, **TOLERANCE)
 
 
-# With 128 experts places have up to 32 pairs, with 32 up to 64, with 16 up to 128.
+# With 128 experts places have up to 32 pairs, with 32 up to 64, with 16 up to 128; of these 32 (FP8) and 16 multiply in
+# f16.
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp4", "fp8"])
 @pytest.mark.parametrize(("count", "tokens", "crowd"), [(128, 70, 70), (32, 90, 80), (16, 150, 140)])
 def test_places_of_any_number_of_pairs(count: int, tokens: int, crowd: int, fp8: bool) -> None:
@@ -61,11 +62,11 @@ def test_groups_of_sms() -> None:
 
 
 def distant_scales(rows: int, columns: int, random: torch.Generator) -> StoredMatrix:
-    """As far apart as may be packed within 128 columns, farther between rows; and blocks of zeros with any scale."""
+    """Nearly as far apart as may be packed, within a row too; and blocks of zeros with any scale."""
     codes, scales = quantize_fp4(torch.randn(rows, columns, generator=random) * 2.0 / columns**0.5)
     moved = scales.view(torch.uint8).int()
     moved += torch.randint(-4, 4, moved.shape, generator=random)
-    moved += torch.randint(-12, 6, (rows, 1), generator=random)
+    moved += torch.randint(-14, 2, (rows, 1), generator=random)
     zero = torch.rand(moved.shape, generator=random) < 0.1
     moved[zero] = torch.where(torch.rand(moved.shape, generator=random) < 0.5, 250, 1).int()[zero]
     blocks = codes.view(torch.uint8).view(rows, columns // 32, 16).clone()

@@ -1,35 +1,8 @@
-// The warps that fill the ring of stages: one copies weights, two gather the inputs of the pairs.
+// The warps that gather the inputs of the pairs into the ring of stages.
 #pragma once
 
 #include "async.cuh"
 #include "experts_grouped.cuh"
-
-// Weights do not wait for h: those of the next unit are on their way while its inputs are still being made.
-__device__ __forceinline__ void copy_weights(Shared& shared, const u8* experts) {
-  const int lane = threadIdx.x % LANES;
-  const u64 policy = evict_first_policy();
-  Ring<UNITS> units;
-  Ring<STAGES> ring;
-  while (true) {
-    barrier_wait(&shared.unit_full[units.slot], units.parity);
-    const Unit& unit = shared.units[units.slot];
-    if (unit.kind == END) return;
-    const bool second = unit.kind == SECOND;
-    const int first_panel = unit.strip * PANELS, tiles = second ? TILES2 : TILES1;
-    const int panels = second ? min(PANELS, PANELS2 - first_panel) : PANELS;
-    const int panel = first_panel + lane;
-    const u8* from = experts + (i64)unit.expert * RECORD_BYTES +
-                     (second ? SECOND_BYTES + panel * PANEL2_BYTES : panel * PANEL1_BYTES);
-    for (int tile = 0; tile < tiles; tile++, from += TILE_BYTES, ring.advance()) {
-      u64* const full = &shared.full[ring.slot];
-      barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      if (lane == 0) barrier_expect(full, panels * TILE_BYTES);
-      __syncwarp();
-      if (lane < panels) bulk_copy(shared.stages[ring.slot].weights[lane], from, TILE_BYTES, full, policy);
-    }
-    units.advance();
-  }
-}
 
 // Until the h of a place is complete.
 __device__ __forceinline__ void wait_for_h(const u32* counter) {
@@ -46,7 +19,7 @@ __device__ __forceinline__ void copy_inputs(Shared& shared, const Inputs& inputs
   const int thread = threadIdx.x - FIRST_INPUTS_WARP * LANES, lane = thread % LANES;
   const int piece = thread / LANES * 4 + lane / 8;
   Ring<UNITS> units;
-  Ring<STAGES> ring;
+  Ring<WEIGHTS_STAGES> ring;
   while (true) {
     barrier_wait(&shared.unit_full[units.slot], units.parity);
     const Unit& unit = shared.units[units.slot];
@@ -65,7 +38,7 @@ __device__ __forceinline__ void copy_inputs(Shared& shared, const Inputs& inputs
       scale_rows[i] = pair < width ? unit.rows[pair] / TILE_COLUMNS : 0;
     }
     for (int tile = 0; tile < tiles; tile++, from += TILE_COLUMNS, scales++, ring.advance()) {
-      barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+      barrier_wait(&shared.weights_empty[ring.slot], ring.parity ^ 1);
       Stage& stage = shared.stages[ring.slot];
       u8* const to = stage.inputs[piece] + lane % 8 * 16;
 #pragma unroll
@@ -77,7 +50,7 @@ __device__ __forceinline__ void copy_inputs(Shared& shared, const Inputs& inputs
         const int pair = thread + i * INPUTS_THREADS;
         if (pair < width) cp_async_4(&stage.scales[pair % 8 / 2][pair / 8 * 2 + pair % 2], scales + scale_rows[i]);
       }
-      cp_async_arrive(&shared.full[ring.slot]);
+      cp_async_arrive(&shared.weights_full[ring.slot]);
     }
     units.advance();
   }

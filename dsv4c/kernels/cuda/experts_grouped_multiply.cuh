@@ -1,41 +1,36 @@
-// The product of a unit: a warpgroup has one panel or two, a warp a row group of each, by all pairs.
+// The product of a unit: a warpgroup has a panel, a warp a row group of it, by all pairs.
 #pragma once
 
 #include "experts_grouped_rows.cuh"
+#include "experts_units_finish.cuh"
 
 // Of many pairs one slice after the other, so that registers hold the sums of two products that follow one another.
 template <int N>
-constexpr int SLICES = N == 128 ? 4 : N >= 32 ? 2 : 1;
+constexpr int SLICES = N >= 32 && N % 16 == 0 ? 2 : 1;
 template <int N>
 constexpr int SLICE = N / SLICES<N>;
-// The second projection is not rounded to e4m3 any more: there all parts may go into one sum, where every slice has its
-// own registers.
-template <int N>
-constexpr bool PARTS_TOGETHER = !FP8 && !SEPARATE_SCALES<N> && SLICES<N> == 2;
 
-// Products of a part and a slice of the pairs: of each block apart, or in one sum.
+// Products of a part and a slice of the pairs, of each block apart.
 template <int N>
 struct Products {
-  float d[SEPARATE_SCALES<N> ? PART_BLOCKS : 1][SLICE<N> / 2];
+  float d[PART_BLOCKS][SLICE<N> / 2];
 
-  __device__ __forceinline__ void start(const Part& a, const OwnStage& stage, int part, int slice, bool add) {
+  __device__ __forceinline__ void start(const Part& a, const OwnStage& stage, int part, int slice) {
     product_begin();
 #pragma unroll
     for (int block = 0; block < PART_BLOCKS; block++)
-      product<SLICE<N>>(d[SEPARATE_SCALES<N> ? block : 0], a[block],
-                       stage.inputs(part * PART_BLOCKS + block, slice * SLICE<N>),
-                       !SEPARATE_SCALES<N> && (add || block > 0));
+      product<SLICE<N>>(d[block], a[block], stage.inputs(part * PART_BLOCKS + block, slice * SLICE<N>), false);
     product_commit();
   }
 
   // Behind the wait for them: adds them to the sums, multiplied by the scales of the inputs, and of the rows if
   // separate.
-  __device__ __forceinline__ void finish(float (&sums)[N / 2], const RowScales<N>& scales, SharedAddress input_scales,
+  __device__ __forceinline__ void finish(float (&sums)[N / 2], const RowScales& scales, SharedAddress input_scales,
                                          int part, int slice) {
 #pragma unroll
     for (auto& block : d) keep_sums(block);
 #if !FP8
-    if (SEPARATE_SCALES<N>) scale_separately(scales, part);
+    scale_separately(scales, part);
 #endif
     const int begin = slice * (SLICE<N> / 8), end = begin + SLICE<N> / 8;
 #pragma unroll
@@ -54,7 +49,7 @@ struct Products {
 
  private:
 #if !FP8
-  __device__ __forceinline__ void scale_separately(const RowScales<N>& scales, int part) {
+  __device__ __forceinline__ void scale_separately(const RowScales& scales, int part) {
 #pragma unroll
     for (int block = 0; block < PART_BLOCKS; block++) {
       const int q = part * PART_BLOCKS + block;
@@ -76,16 +71,8 @@ struct Products {
   }
 };
 
-// Sums of a warp's row groups by N pairs: element 4 j + i is of pair 8 j + 2 (lane % 4) + i % 2 and row slot
-// lane / 4 + i / 2 * 8. They are yet to be multiplied by the factors of the slots.
-template <int N>
-struct Sums {
-  float of[OWN_PANELS][N / 2];
-  float factors[OWN_PANELS][2];
-};
-
 // The fence lets products see what copies of other threads have written.
-__device__ __forceinline__ void wait_for_stage(const Multiplier& own, const Ring<STAGES>& ring) {
+__device__ __forceinline__ void wait_for_stage(const Multiplier& own, const Ring<WEIGHTS_STAGES>& ring) {
   barrier_wait(own.full + 8 * ring.slot, ring.parity);
   shared_proxy_fence();
 }
@@ -94,27 +81,24 @@ __device__ __forceinline__ void free_stage(const Multiplier& own, int slot) {
   if (own.lane == 0) barrier_arrive(own.full + (FULL_TO_EMPTY + 8 * slot));
 }
 
-// Over all `tiles` of the ring, of a panel's 128 columns in one sum (`Together`) or part by part. Products of one
-// piece, a part by a slice, are under way while those of the piece before are added up and the next part is decoded.
-template <int N, bool Together>
-__device__ __forceinline__ void multiply(Sums<N>& sums, const Multiplier& own, Ring<STAGES>& ring, int tiles) {
-  constexpr int ALL_PARTS = OWN_PANELS * PARTS, PIECES = ALL_PARTS * SLICES<N>;
-  static_assert(ALL_PARTS % 2 == 0);
+// Over all `tiles` of the ring. Products of one piece, a part by a slice, are under way while those of the piece before
+// are added up and the next part is decoded.
+template <int N>
+__device__ __forceinline__ void multiply(Sums<N>& sums, const Multiplier& own, Ring<WEIGHTS_STAGES>& ring, int tiles) {
+  constexpr int PIECES = PARTS * SLICES<N>;
   Products<N> products[2];
   Part a[2];
-  RowUnits<N> units[OWN_PANELS];
-  RowScales<N> scales, next;
-  const auto begin_panel = [&](const OwnStage& stage, int panel, Part& part) {
-    next.load(stage, panel, units[panel]);
-    decode(part, stage, panel, 0, next);
+  RowUnits units;
+  RowScales scales, next;
+  const auto begin_tile = [&](const OwnStage& stage) {
+    next.load(stage, units);
+    decode(a[0], stage, 0);
   };
   const auto finish = [&](int piece, SharedAddress input_scales) {
-    const int part = piece / SLICES<N>;
-    products[piece % 2].finish(sums.of[part / PARTS], scales, input_scales, part % PARTS, piece % SLICES<N>);
+    products[piece % 2].finish(sums.of, scales, input_scales, piece / SLICES<N>, piece % SLICES<N>);
   };
   wait_for_stage(own, ring);
-  for (int panel = 0; panel < OWN_PANELS; panel++) units[panel].begin(OwnStage(own, ring.slot), panel);
-  begin_panel(OwnStage(own, ring.slot), 0, a[0]);
+  begin_tile(OwnStage(own, ring.slot));
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
     const int slot = ring.slot;
@@ -122,39 +106,32 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const Multiplier& own, R
     ring.advance();
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
-      const int all_part = piece / SLICES<N>, panel = all_part / PARTS, part = all_part % PARTS;
-      products[piece % 2].start(a[all_part % 2], stage, part, piece % SLICES<N>, Together && part > 0);
+      const int part = piece / SLICES<N>;
+      products[piece % 2].start(a[part % 2], stage, part, piece % SLICES<N>);
       if (piece > 0) {
         product_wait<1>();
-        // The part before may go on.
-        if (!Together || (piece - 1) / SLICES<N> % PARTS == PARTS - 1)
-          finish(piece - 1, own.input_scales + stage.offset);
-      }
-      if (piece % (PARTS * SLICES<N>) == 0) {
+        finish(piece - 1, own.input_scales + stage.offset);
+      } else {
         scales = next;
-        scales.apply_change(sums.of[panel]);
+        scales.apply_change(sums.of);
       }
       if (piece % SLICES<N> != SLICES<N> - 1) continue;
-      Part& following = a[(all_part + 1) % 2];
       if (part + 1 < PARTS) {
-        decode(following, stage, panel, part + 1, scales);
-      } else if (panel + 1 < OWN_PANELS) {
-        begin_panel(stage, panel + 1, following);
+        decode(a[(part + 1) % 2], stage, part + 1);
       } else if (tile + 1 < tiles) {
         wait_for_stage(own, ring);
-        begin_panel(OwnStage(own, ring.slot), 0, following);
+        begin_tile(OwnStage(own, ring.slot));
       }
     }
     product_wait<0>();
     finish(PIECES - 1, own.input_scales + stage.offset);
     free_stage(own, slot);
   }
-  for (int panel = 0; panel < OWN_PANELS; panel++)
-    for (int half = 0; half < 2; half++) sums.factors[panel][half] = units[panel].factor(half);
+  sums.factors[0] = units.factor(0), sums.factors[1] = units.factor(1);
 }
 
-// Where the strip has no panels for the warpgroup.
-__device__ __forceinline__ void skip(const Multiplier& own, Ring<STAGES>& ring, int tiles) {
+// Where the strip has no panel for the warpgroup.
+__device__ __forceinline__ void skip(const Multiplier& own, Ring<WEIGHTS_STAGES>& ring, int tiles) {
   for (int tile = 0; tile < tiles; tile++, ring.advance()) {
     wait_for_stage(own, ring);
     free_stage(own, ring.slot);

@@ -10,13 +10,17 @@
 //                             0: by token id, `by` is a table i64 [V, CHOICES], token_ids int [T]
 //   TILE, GROUPS, MORE_COUNTERS  of the lists (place_lists.cuh)
 //   ROW_COUNTERS              counters of a row, HIDDEN / 64 or none
+//   F16                       of PART 1: x in f16 instead, for experts_grouped.cu
 //   THREADS                   of a block
 // Results:
 //   weights float [T, CHOICES], list int [P], places int4 [PLACES], heads int [GROUPS + 1] (place_lists.cuh)
 //   xq e4m3 [T, HIDDEN]       of 32 columns, byte p < 16 is column 8 * (p / 4) + p % 4, byte 16 + p the one 4 behind it
 //   xs float [T, HIDDEN/128]  their scales, powers of two
+//   with F16: xq f16 [T, HIDDEN], the same numbers times a power of two of the row, xs float [T]; of 32 columns, element
+//     8 * p + 2 * t + e (p, t from 0 to 3, e 0 or 1) is column 8 * t + 2 * p + e
 //   counters u32 [PLACES + MORE_COUNTERS + T * ROW_COUNTERS]: 0, those of the places and rows of this step
 // `topology` is a parameter where there are groups.
+#include "f16_pairs.cuh"
 #include "hopper.cuh"
 #include "place_lists.cuh"
 #include "quantize.cuh"
@@ -51,26 +55,62 @@ struct Rounded {
   u32* counters;  // of rows
 };
 
-// Octet `index` of all rows, and the other lanes its 128 columns; all lanes come, `valid` ones have rows of the step.
-__device__ __forceinline__ void round_octet(const Octet& octet, int index, bool valid, const Rounded& to) {
-  float amax = 0;
+// Eight columns in e4m3; the other lanes have the rest of their 128. All lanes come.
+struct Codes {
+  float scale;
+  u32 of[2];
+
+  __device__ __forceinline__ explicit Codes(const Octet& octet) : of{0, 0} {
+    float amax = 0;
 #pragma unroll
-  for (int i = 0; i < 8; i++) amax = fmaxf(amax, fabsf(to_float(octet.values[i])));
-  const float scale = fp8_scale(warp_max<SCALE_OCTETS>(amax));
-  const float inverse = inverse_power(scale);
-  u32 codes[2] = {0, 0};
+    for (int i = 0; i < 8; i++) amax = fmaxf(amax, fabsf(to_float(octet.values[i])));
+    scale = fp8_scale(warp_max<SCALE_OCTETS>(amax));
+    const float inverse = inverse_power(scale);
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const float value = fminf(fmaxf(to_float(octet.values[i]) * inverse, -448.0f), 448.0f);
-    codes[i / 4] |= (u32)to_e4m3(value).bits << 8 * (i % 4);
+    for (int i = 0; i < 8; i++) {
+      const float value = fminf(fmaxf(to_float(octet.values[i]) * inverse, -448.0f), 448.0f);
+      of[i / 4] |= (u32)to_e4m3(value).bits << 8 * (i % 4);
+    }
   }
+};
+
+// Octet `index` of all rows, `valid` where it is of the step.
+__device__ __forceinline__ void round_octet(const Octet& octet, int index, bool valid, const Rounded& to) {
+  const Codes codes(octet);
   if (!valid) return;
   u32* const at = (u32*)(to.xq + (i64)(index / 4) * 32 + index % 4 * 4);
-  at[0] = codes[0];
-  at[4] = codes[1];
-  if (index % SCALE_OCTETS == 0) to.xs[index / SCALE_OCTETS] = scale;
+  at[0] = codes.of[0];
+  at[4] = codes.of[1];
+  if (index % SCALE_OCTETS == 0) to.xs[index / SCALE_OCTETS] = codes.scale;
   if (ROW_COUNTERS && index % COUNTER_OCTETS == 0) to.counters[index / COUNTER_OCTETS] = 0;
 }
+
+#if PART == 1 && F16
+// A block's row, as f16. What brings the columns of its largest scale to the top of f16's range is the row's multiplier:
+// other scales may be 2^22 smaller before anything is lost.
+template <int Own>
+__device__ __forceinline__ void round_row(const Octet (&octets)[Own], int row, bool valid, const Rounded& to) {
+  constexpr float LARGEST = 128.0f;  // times 448, the largest code
+  __shared__ float partial[THREADS / LANES];
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < Own; i++) largest = fmaxf(largest, Codes(octets[i]).scale);
+  const float multiplier = LARGEST * inverse_power(block_max<THREADS / LANES>(largest, partial));
+  if (valid && threadIdx.x == 0) to.xs[row] = multiplier;
+#pragma unroll
+  for (int i = 0; i < Own; i++) {
+    const Codes codes(octets[i]);
+    const int own = i * THREADS + (int)threadIdx.x;
+    if (!valid || own >= OCTETS) continue;
+    const u32 scale = twice_f16(codes.scale * multiplier);
+    u32* const at = (u32*)(to.xq + ((i64)row * HIDDEN + own / 4 * 32) * 2) + own % 4;
+    at[0] = multiply_f16(f16_of_low_e4m3(codes.of[0]), scale);
+    at[4] = multiply_f16(f16_of_high_e4m3(codes.of[0]), scale);
+    at[8] = multiply_f16(f16_of_low_e4m3(codes.of[1]), scale);
+    at[12] = multiply_f16(f16_of_high_e4m3(codes.of[1]), scale);
+  }
+}
+#endif
 
 struct Router {
   const float* logits;
@@ -228,11 +268,15 @@ experts_rows(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ b
     const int own = i * THREADS + thread;
     if (own < OCTETS) octets[i] = load_octet(x + (i64)row * X_STRIDE + own * 8);
   }
+#if F16
+  round_row(octets, row, valid, {xq, xs, counters});
+#else
 #pragma unroll
   for (int i = 0; i < OWN_OCTETS; i++) {
     const int own = i * THREADS + thread;
     round_octet(octets[i], row * OCTETS + own, valid && own < OCTETS, {xq, xs, counters + PLACES + MORE_COUNTERS});
   }
+#endif
   staging.write({keys, values});
   __syncthreads();
   if (!valid || thread >= LANES) return;

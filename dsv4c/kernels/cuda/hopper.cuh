@@ -66,6 +66,13 @@ __device__ __forceinline__ u64 evict_first_policy() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
   return policy;
 }
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes, u64* barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
@@ -75,10 +82,17 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int 
 }
 // Ordinary stores to shared memory of this thread, before products or bulk copies that read or overwrite them.
 __device__ __forceinline__ void shared_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same of global memory: behind ordinary stores, and again by whoever has been told of them, before the bulk copies
+// that read what was stored.
+__device__ __forceinline__ void global_proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- some threads of a block (ids 1 to 15; whole warps) ----
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// Counts as this warp's part of such a barrier without waiting for the others.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- counters in global memory, between blocks ----

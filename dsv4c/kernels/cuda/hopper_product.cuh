@@ -4,9 +4,12 @@
 
 #include "hopper.cuh"
 
-// d [64, N] (+)= a [64, 32] b [32, N]; N is a multiple of 8 up to 128.
+// d [64, N] (+)= a [64, 32] b [32, N] of e4m3; N is a multiple of 8 up to 128.
 template <int N>
 __device__ __forceinline__ void product(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate);
+// d [64, N] += a [64, 16] b [16, N] of f16.
+template <int N>
+__device__ __forceinline__ void add_f16_product(float (&d)[N / 2], const u32 (&a)[4], u64 b);
 
 // Behind product_wait: reads of the sums stay behind it.
 template <int Count>
@@ -19,6 +22,10 @@ __device__ __forceinline__ void keep_sums(float (&d)[Count]) {
 template <int N>
 void product(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate) {
   emulated_warpgroup_product(d, N, a, b, accumulate);
+}
+template <int N>
+void add_f16_product(float (&d)[N / 2], const u32 (&a)[4], u64 b) {
+  emulated_f16_product(d, N, a, b);
 }
 template <int Registers>
 void take_registers() {}
@@ -69,23 +76,29 @@ __device__ __forceinline__ void give_registers() {
 #define PRODUCT_BOUND_120(X) PRODUCT_BOUND_112(X), X(d[56]), X(d[57]), X(d[58]), X(d[59])
 #define PRODUCT_BOUND_128(X) PRODUCT_BOUND_120(X), X(d[60]), X(d[61]), X(d[62]), X(d[63])
 
-// Not accumulating, the sums are results only, so that nothing has to be put into them before.
-#define PRODUCT_STATEMENT(N, ADD, X, A0, A1, A2, A3, B)                                                    \
+// Not accumulating, the sums are results only, so that nothing has to be put into them before. Of f16 B has yet
+// another operand that says how it lies in memory: along k.
+#define PRODUCT_STATEMENT(N, TYPE, ADD, X, A0, A1, A2, A3, B, LAST)                                        \
   asm volatile(                                                                                            \
       "{\n.reg .pred add;\nsetp.ne.u32 add, " ADD ", 0;\n"                                                 \
-      "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" PRODUCT_SUMS_##N "}, "                   \
-      "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", add, 1, 1;\n}"                                   \
+      "wgmma.mma_async.sync.aligned.m64n" #N TYPE " {" PRODUCT_SUMS_##N "}, "                               \
+      "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", add, 1, 1" LAST ";\n}"                           \
       : PRODUCT_BOUND_##N(X)                                                                               \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                 \
       : "memory")
+#define E4M3_TYPE "k32.f32.e4m3.e4m3"
 // A0 to B: the numbers of the operands behind the sums, N / 2 and the next ones.
 #define DEFINE_PRODUCT(N, A0, A1, A2, A3, B)                                                               \
   template <>                                                                                              \
   __device__ __forceinline__ void product<N>(float(&d)[N / 2], const u32(&a)[4], u64 b, bool accumulate) { \
     if (accumulate)                                                                                        \
-      PRODUCT_STATEMENT(N, "1", "+f", A0, A1, A2, A3, B);                                                  \
+      PRODUCT_STATEMENT(N, E4M3_TYPE, "1", "+f", A0, A1, A2, A3, B, "");                                   \
     else                                                                                                   \
-      PRODUCT_STATEMENT(N, "0", "=f", A0, A1, A2, A3, B);                                                  \
+      PRODUCT_STATEMENT(N, E4M3_TYPE, "0", "=f", A0, A1, A2, A3, B, "");                                   \
+  }                                                                                                        \
+  template <>                                                                                              \
+  __device__ __forceinline__ void add_f16_product<N>(float(&d)[N / 2], const u32(&a)[4], u64 b) {          \
+    PRODUCT_STATEMENT(N, "k16.f32.f16.f16", "1", "+f", A0, A1, A2, A3, B, ", 0");                          \
   }
 DEFINE_PRODUCT(8, 4, 5, 6, 7, 8)
 DEFINE_PRODUCT(16, 8, 9, 10, 11, 12)
@@ -104,5 +117,6 @@ DEFINE_PRODUCT(112, 56, 57, 58, 59, 60)
 DEFINE_PRODUCT(120, 60, 61, 62, 63, 64)
 DEFINE_PRODUCT(128, 64, 65, 66, 67, 68)
 #undef DEFINE_PRODUCT
+#undef E4M3_TYPE
 #undef PRODUCT_STATEMENT
 #endif

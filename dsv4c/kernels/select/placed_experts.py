@@ -1,10 +1,13 @@
 """Selector of `placed_experts`: the router and its lists (`cuda/experts_lists.cu`), then all experts in one launch.
 
-Steps of few rows stream the weights (`cuda/experts_stream.cu`), larger ones multiply by tiles of rows
-(`cuda/experts_grouped.cu`). That launch starts while the lists are being made and waits for them.
+Steps of few rows stream the weights (`cuda/experts_stream.cu`), larger ones multiply them by the pairs of a place in e4m3
+(`cuda/experts_grouped.cu`), the largest in f16 (`cuda/experts_prefill.cu`). That launch starts while the lists are being
+made and waits for them.
 """
 
+import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from dsv4c.checkpoint.expert_packing import TILE_BYTES
 from dsv4c.checkpoint.formats import Encoding
@@ -38,6 +41,9 @@ HALVES_ROWS = 8
 STRETCH_BYTES = 32  # of a Stretch in cuda/experts_stretch.cuh
 STREAM_SLOTS = 4  # of the ring of weights: more are slower
 STREAM_BUFFERS = 3  # of sums
+UNITS_THREADS = 640  # of the kernels for larger buckets
+# From how many pairs an expert f16 pays: decoding takes longer, but all products of a row go into one sum.
+PREFILL_PAIRS = {False: 16, True: 32}  # FP4, FP8
 
 Macros = dict[str, int | float | str]
 
@@ -75,6 +81,10 @@ class _Operands:
         """As an argument, of kernels for several groups."""
         return (self.topology,) if self.topology is not None and self.groups > 1 else ()
 
+    def average_pairs(self, tokens: int) -> float:
+        """Of an expert, where all are chosen alike."""
+        return tokens * self.choices / self.count
+
     def places(self, pairs: int, tile: int) -> int:
         """The most places that pairs can make: one an expert hit, and one more for each full tile beyond."""
         hit = min(self.count, pairs)
@@ -99,15 +109,28 @@ class _Lists:
 
 def select_placed_experts(launch: Launch, selection: Selection) -> list[KernelCall]:
     operands = _operands(launch, selection)
-    streams = selection.tokens <= STREAM_ROWS
-    tile, slots = _stream_shape(operands, selection) if streams else (_grouped_tile(operands, selection.tokens), 0)
-    lists = _lists(operands, selection, tile, streams)
+    kernel = _kernel(operands, selection.tokens)
+    lists = _lists(operands, selection, kernel)
     first = _routing(operands, lists, selection)
-    last = _stream(operands, lists, selection, slots) if streams else _grouped(operands, lists, selection)
-    return [*first, last]
+    return [*first, {"stream": _stream, "grouped": _grouped, "prefill": _prefill}[kernel](operands, lists, selection)]
 
 
 SELECTORS: dict[str, Selector] = {"placed_experts": select_placed_experts}
+
+_Kernel = Literal["stream", "grouped", "prefill"]
+
+
+def _kernel(operands: _Operands, tokens: int) -> _Kernel:
+    if tokens <= STREAM_ROWS:
+        return "stream"
+    return "prefill" if operands.average_pairs(tokens) > PREFILL_PAIRS[operands.fp8] else "grouped"
+
+
+def _tile(operands: _Operands, kernel: _Kernel, tokens: int) -> int:
+    """Pairs of a place: as many as most experts get of a random choice, but for the sake of a few that get more."""
+    average = operands.average_pairs(tokens)
+    tiles = {"stream": (STREAM_TILE,), "grouped": (32, 64) if operands.fp8 else (32,), "prefill": (64, 128)}[kernel]
+    return next((tile for tile in tiles if average + 2 * average**0.5 <= tile), tiles[-1])
 
 
 def _operands(launch: Launch, selection: Selection) -> _Operands:
@@ -153,21 +176,28 @@ def _row(topologies: TensorRef, selection: Selection) -> TensorRef:
     )
 
 
-def _lists(operands: _Operands, selection: Selection, tile: int, streams: bool) -> _Lists:
+def _lists(operands: _Operands, selection: Selection, kernel: _Kernel) -> _Lists:
     tokens, hidden = selection.tokens, operands.hidden
+    tile = _tile(operands, kernel, tokens)
     pairs = tokens * operands.choices
     places = operands.places(pairs, tile)
-    # Behind the places' counters, `experts_stream` has one for each 64 columns of a row of the result;
-    # `experts_grouped` has one for each group of SMs and for each 256 columns of the result.
-    row_counters, more_counters = (hidden // 64, 0) if streams else (0, operands.groups + ceil_div(hidden, 256))
+    row_counters, more_counters = {
+        # One for each 64 columns of a row of the result.
+        "stream": (hidden // 64, 0),
+        # One for each 256 columns of the result, and one for each group of SMs.
+        "grouped": (0, ceil_div(hidden, 256) + operands.groups),
+        # One more for each place, and two for each group of SMs.
+        "prefill": (0, places + ceil_div(hidden, 256) + 2 * operands.groups),
+    }[kernel]
+    f16 = kernel == "prefill"
     return _Lists(
         tile=tile,
         weights=selection.scratch(DType.F32, tokens, operands.choices),
         pairs=selection.scratch(DType.I32, pairs),
         places=selection.scratch(DType.I32, places, PLACE_INTS),
         heads=selection.scratch(DType.I32, operands.groups + 1),
-        xq=selection.scratch(DType.F8E4M3, tokens, hidden),
-        xs=selection.scratch(DType.F32, tokens, hidden // 128),
+        xq=selection.scratch(DType.F16 if f16 else DType.F8E4M3, tokens, hidden),
+        xs=selection.scratch(DType.F32, tokens, *(() if f16 else (hidden // 128,))),
         row_counters=row_counters,
         more_counters=more_counters,
         counters=selection.scratch(DType.I32, places + more_counters + tokens * row_counters),
@@ -213,7 +243,8 @@ def _routing(operands: _Operands, lists: _Lists, selection: Selection) -> list[K
         return [KernelCall(variant, (1 + ceil_div(octets, threads), 1, 1), threads, args, shared_bytes)]
     threads = min(1024, max(threads, _round_up(tokens * operands.choices, 32)))
     ids = selection.scratch(DType.I32, tokens, operands.choices)
-    rows = cuda_variant("experts_lists", "experts_rows", PART=1, THREADS=ROW_THREADS, **macros)
+    f16 = int(lists.xq.dtype is DType.F16)
+    rows = cuda_variant("experts_lists", "experts_rows", PART=1, THREADS=ROW_THREADS, F16=f16, **macros)
     places = cuda_variant("experts_lists", "experts_places", PART=2, THREADS=threads, **macros)
     args = (ids, *operands.topologies, lists.pairs, lists.places, lists.heads, lists.counters)
     shared_bytes = _histogram_bytes(operands, tokens, threads)
@@ -251,7 +282,8 @@ def _expert_args(operands: _Operands, lists: _Lists) -> tuple[TensorRef, ...]:
     return (*read, *operands.topologies, operands.experts)
 
 
-def _stream(operands: _Operands, lists: _Lists, selection: Selection, slots: int) -> KernelCall:
+def _stream(operands: _Operands, lists: _Lists, selection: Selection) -> KernelCall:
+    slots = _stream_slots(operands, selection)
     pairs = selection.tokens * operands.choices
     h = selection.scratch(DType.BF16, pairs, operands.inner)
     parts = selection.scratch(DType.F32, pairs, operands.hidden)
@@ -264,11 +296,11 @@ def _stream(operands: _Operands, lists: _Lists, selection: Selection, slots: int
     return KernelCall(variant, grid, STREAM_THREADS, args, shared_bytes, programmatic=True)
 
 
-def _stream_shape(operands: _Operands, selection: Selection) -> tuple[int, int]:
-    """(pairs of a place, slots of the ring): fewer slots where memory is short."""
+def _stream_slots(operands: _Operands, selection: Selection) -> int:
+    """Of the ring: fewer where memory is short."""
     for slots in (STREAM_SLOTS, STREAM_SLOTS - 1, 2):
         if _stream_bytes(operands, selection, STREAM_TILE, slots) <= selection.target.smem_per_block:
-            return STREAM_TILE, slots
+            return slots
     raise PlanError(
         f"experts of {operands.hidden} and {operands.inner} columns do not fit in the shared memory of a block",
         hint='use the kernels of several launches: `[experts] layout = "checkpoint"` in the recipe',
@@ -287,32 +319,69 @@ def _stream_bytes(operands: _Operands, selection: Selection, tile: int, slots: i
     return _round_up(_round_up(used, 8) + 8 * barriers, 16)
 
 
-def _grouped_tile(operands: _Operands, tokens: int) -> int:
-    """About the pairs that an expert gets."""
-    average = tokens * operands.choices / operands.count
-    return 32 if average <= 12 else 64 if average <= 40 else 128
-
-
 def _grouped(operands: _Operands, lists: _Lists, selection: Selection) -> KernelCall:
     pairs = selection.tokens * operands.choices
     h = selection.scratch(DType.F8E4M3, pairs, operands.inner)
     h_scales = selection.scratch(DType.F32, pairs, operands.inner // 128)
-    parts = selection.scratch(DType.F32, pairs, operands.hidden)
-    shared_bytes = _grouped_bytes(operands, lists.tile)
-    macros = _expert_macros(operands, lists, selection)
-    variant = cuda_variant("experts_grouped", "experts_grouped", SHARED_BYTES=shared_bytes, **macros)
-    args = (*_expert_args(operands, lists), h, h_scales, parts, lists.counters, operands.out)
-    threads = 384 if lists.tile > 64 else 640
-    return KernelCall(variant, (selection.sm_count, 1, 1), threads, args, shared_bytes, programmatic=True)
+    return _units_call("experts_grouped", operands, lists, selection, (h, h_scales), _grouped_bytes(operands, lists.tile))
+
+
+def _prefill(operands: _Operands, lists: _Lists, selection: Selection) -> KernelCall:
+    # The inputs of every place begin at a multiple of the widths that products have.
+    pairs = selection.tokens * operands.choices + (16 if lists.tile > 64 else 8) * lists.places.sizes[0]
+    packed = selection.scratch(DType.F16, pairs, operands.hidden)
+    h = selection.scratch(DType.F16, pairs, operands.inner)
+    shared_bytes = _prefill_bytes(operands, lists.tile)
+    shift = _h_shift(operands)
+    return _units_call("experts_prefill", operands, lists, selection, (packed, h), shared_bytes, H_SHIFT=shift)
+
+
+def _units_call(
+    name: str,
+    operands: _Operands,
+    lists: _Lists,
+    selection: Selection,
+    inputs: tuple[TensorRef, TensorRef],
+    shared_bytes: int,
+    **macros: int,
+) -> KernelCall:
+    parts = selection.scratch(DType.F32, selection.tokens * operands.choices, operands.hidden)
+    macros_of_all = _expert_macros(operands, lists, selection)
+    variant = cuda_variant(name, name, SHARED_BYTES=shared_bytes, **macros_of_all, **macros)
+    args = (*_expert_args(operands, lists), *inputs, parts, lists.counters, operands.out)
+    return KernelCall(variant, (selection.sm_count, 1, 1), UNITS_THREADS, args, shared_bytes, programmatic=True)
+
+
+def _h_shift(operands: _Operands) -> int:
+    """The largest power of two that leaves h in the range of f16, whose largest number is 65504.
+
+    h is at most limit^2 (silu(gate) and up) times `scale`, which the weights of a row add up to; rounding to bf16 and
+    e4m3 adds less than a tenth.
+    """
+    return math.floor(math.log2(65504 / 1.1 / (operands.limit**2 * operands.scale)))
 
 
 def _grouped_bytes(operands: _Operands, tile: int) -> int:
     """The size of `Shared` in cuda/experts_grouped.cuh, which compares it."""
-    stages = 4 if operands.fp8 else 5 if tile > 64 else 6
+    stages = 4 if operands.fp8 else 6
     stage = 8 * 16 * tile + 4 * _tile_bytes(operands) + 4 * (tile // 4 + 4) * 4
     units = 2 * (32 + 3 * 4 * tile)
     rounded = 8 * (16 * tile + 16) + 16 * tile * 2 + tile * 4
     return _round_up(stages * _round_up(stage, 128) + units + rounded + 8 * (2 * stages + 4), 128)
+
+
+def _prefill_bytes(operands: _Operands, tile: int) -> int:
+    """The size of `Shared` in cuda/experts_prefill.cuh, which compares it."""
+    many = tile > 64
+    weights_stages = (3 if many else 4) if operands.fp8 else (4 if many else 7)
+    inputs_stages = (2 if operands.fp8 else 3) if many else 4
+    step = 256 * tile
+    weights = weights_stages * 4 * _tile_bytes(operands)
+    packing = 2 * 8 * 512
+    units = 2 * (32 + 3 * 4 * tile)
+    finish = step + 16 * tile * 2 + tile * 4
+    barriers = 8 * 2 * (weights_stages + inputs_stages + 2)
+    return _round_up(inputs_stages * step + weights + packing + units + finish + barriers, 128)
 
 
 def _tile_bytes(operands: _Operands) -> int:

@@ -145,10 +145,10 @@ def check_lists(program: Program, inputs: Inputs) -> list[str]:
     places = int(program.region("heads", runs.scratch)[4 * program.variant.groups :][:4].view(torch.int32))
     counters = program.region("counters", runs.scratch).view(torch.int32)
     most = program.region("places").nbytes // 16
-    # Behind those of the places: of rows and panels, or of groups and strips of 256 columns.
-    rows = program.tokens * program.shape.hidden // 64
-    if program.variant.kernel == "experts_grouped":
-        rows = program.variant.groups + -(-program.shape.hidden // 256)
+    # Behind those of the places: of rows and panels; or of strips of 256 columns and groups, and of places once more.
+    strips, groups = -(-program.shape.hidden // 256), program.variant.groups
+    more = {"experts_grouped": strips + groups, "experts_prefill": most + strips + 2 * groups}
+    rows = more.get(program.variant.kernel, program.tokens * program.shape.hidden // 64)
     if bool(counters[: max(0, min(places, most))].any()) or bool(counters[most : most + rows].any()):
         notes.append("counters are not zero")
     return notes

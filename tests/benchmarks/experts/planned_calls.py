@@ -33,6 +33,7 @@ _LISTS = ("xq", "xs", "pair_weights", "list", "places", "heads")
 _EXPERTS_ARGUMENTS = {
     "experts_stream": ("h", "parts", "counters", "out"),
     "experts_grouped": ("h", "h_scales", "parts", "counters", "out"),
+    "experts_prefill": ("packed", "h", "parts", "counters", "out"),
 }
 
 Change = dict[str, int | float | str]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.benchmarks.experts.driver import Launcher, load_function
 from tests.benchmarks.experts.manifest import Call, Operand, Shape, Variant
 from tests.benchmarks.experts.records import Records, random_stored
-from tests.benchmarks.experts.routing import Routing, make_lists, permuted, quantized
+from tests.benchmarks.experts.routing import Routing, f16_rows, make_lists, permuted, quantized
 
 HEADER_BYTES = 64  # of a StepHeader (dsv4c/kernels/cuda/step.cuh)
 GUARD_BYTES = 4096
@@ -121,9 +121,12 @@ class Program:
             table = topology.values[row : row + topology.sizes[1]]
         lists = make_lists(routing.ids, self.shape.experts, variant.tile, variant.groups, table)
         codes, scales = quantized(x)
+        rows, factors = (
+            f16_rows(codes, scales) if variant.kernel == "experts_prefill" else (permuted(codes), scales)
+        )
         return {
-            "xq": permuted(codes),
-            "xs": scales,
+            "xq": rows,
+            "xs": factors,
             "pair_weights": routing.weights.float(),
             "list": lists.list,
             "places": lists.places,

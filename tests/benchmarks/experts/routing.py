@@ -109,5 +109,13 @@ def permuted(codes: Tensor) -> Tensor:
     return data.transpose(2, 3).reshape(codes.shape).view(torch.float8_e4m3fn)
 
 
+def f16_rows(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in f16 for the kernel of large steps: [T, D], times the multipliers [T]."""
+    multipliers = 128 / scale.amax(1)
+    values = (dequantized(codes, scale) * multipliers.double().unsqueeze(1)).half()
+    by_piece = values.view(len(codes), codes.shape[1] // 32, 4, 4, 2).transpose(2, 3)
+    return by_piece.reshape(codes.shape), multipliers
+
+
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
     return (codes.double().view(*scale.shape, 128) * scale.double().unsqueeze(-1)).view(codes.shape)

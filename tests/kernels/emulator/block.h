@@ -101,11 +101,13 @@ struct ProductOperands {
 struct ProductCall {
   unsigned long long b;
   unsigned columns;
+  unsigned element_bytes;
   bool accumulate;
   int line;
 
   bool operator==(const ProductCall& other) const {
-    return b == other.b && columns == other.columns && accumulate == other.accumulate && line == other.line;
+    return b == other.b && columns == other.columns && element_bytes == other.element_bytes &&
+           accumulate == other.accumulate && line == other.line;
   }
 };
 struct Accumulator;

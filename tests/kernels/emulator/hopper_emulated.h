@@ -22,7 +22,11 @@ inline void bulk_copy(void* shared, const void* global, int bytes, u64* barrier,
                       int line = __builtin_LINE()) {
   emulate::bulk_copy(shared, global, bytes, barrier, policy, line);
 }
+inline void bulk_copy(void* shared, const void* global, int bytes, u64* barrier, int line = __builtin_LINE()) {
+  emulate::bulk_copy(shared, global, bytes, barrier, emulate::NO_POLICY, line);
+}
 inline void shared_proxy_fence() { emulate::shared_proxy_fence(); }
+inline void global_proxy_fence() {}
 
 // ---- some threads of a block ----
 inline void named_barrier(int id, int threads, int line = __builtin_LINE()) {
@@ -46,10 +50,14 @@ inline u64 product_operand(const void* shared, int k_stride, int n_stride, int l
   return emulate::product_operand(shared, k_stride, n_stride, line);
 }
 inline void product_begin() { emulate::self().products_begun = true; }
-// D [64, columns] (+)= A [64, 32] B [32, columns]; the registers of D hold NaNs until the threads have waited.
+// D [64, columns] (+)= A [64, k] B [k, columns], of 32 e4m3 or 16 f16 along k; the registers of D hold NaNs until the
+// threads have waited.
 inline void emulated_warpgroup_product(float* d, int columns, const u32 (&a)[4], u64 b, bool accumulate,
                                        int line = __builtin_LINE()) {
-  emulate::warpgroup_product(d, columns, a, b, accumulate, line);
+  emulate::warpgroup_product(d, columns, 1, a, b, accumulate, line);
+}
+inline void emulated_f16_product(float* d, int columns, const u32 (&a)[4], u64 b, int line = __builtin_LINE()) {
+  emulate::warpgroup_product(d, columns, 2, a, b, true, line);
 }
 inline void product_commit() { emulate::product_commit(); }
 template <int Pending>

@@ -12,7 +12,7 @@ namespace emulate {
 
 constexpr long long BARRIER_LIMIT = (1 << 20) - 1;  // of arrivals and of bytes
 constexpr unsigned long long BARRIER_MARK = 0xBA77'1E5D'0000'0000;
-constexpr unsigned long long EVICT_FIRST = 0xE1, EVICT_LAST = 0xE2;
+constexpr unsigned long long NO_POLICY = 0xE0, EVICT_FIRST = 0xE1;
 
 inline bool in_shared(const void* start, size_t bytes) {
   const auto* from = static_cast<const unsigned char*>(start);
@@ -201,7 +201,7 @@ inline void start_landing(Landing landing) {
 inline void bulk_copy(void* to, const void* from, int bytes, unsigned long long* place, unsigned long long policy,
                       int line) {
   const unsigned barrier = find_barrier(place, "bulk_copy", line, true);
-  if (policy != EVICT_FIRST && policy != EVICT_LAST) {
+  if (policy != NO_POLICY && policy != EVICT_FIRST) {
     report("thread %u: bulk_copy in line %d with a policy that no function made", current, line);
     stop();
   }

@@ -8,7 +8,7 @@
 
 namespace emulate {
 
-constexpr unsigned PRODUCT_ROWS = 64, PRODUCT_K = 32, PRODUCT_N = 256;
+constexpr unsigned PRODUCT_ROWS = 64, PRODUCT_K_BYTES = 32, PRODUCT_N = 256;
 constexpr unsigned MATRIX_BYTES = 128;  // 8 columns of 16 bytes along k
 
 // The registers of the sums, as the threads have named them in a product and not got them back yet.
@@ -21,6 +21,7 @@ struct Accumulator {
 
 struct Product {
   std::shared_ptr<Accumulator> accumulator;
+  unsigned element_bytes;  // 1: e4m3, 2: f16
   bool accumulate;
   const unsigned char* b;
   unsigned k_stride, n_stride;
@@ -45,6 +46,17 @@ struct E4m3Table {
 };
 inline const E4m3Table e4m3_table;
 
+inline float float_of_f16(unsigned bits) {
+  const unsigned exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  const float magnitude = exponent == 31 ? (mantissa ? __builtin_nanf("") : __builtin_inff())
+                          : exponent    ? __builtin_ldexpf(1024.0f + mantissa, (int)exponent - 25)
+                                        : __builtin_ldexpf(mantissa, -24);
+  return bits & 0x8000 ? -magnitude : magnitude;
+}
+inline float element_of(const unsigned char* bytes, unsigned element_bytes) {
+  return element_bytes == 1 ? e4m3_table.values[*bytes] : float_of_f16(bytes[0] | (unsigned)bytes[1] << 8);
+}
+
 // d[4j + i] of a lane: its row of 16 and column.
 inline unsigned product_row(unsigned thread, unsigned i) {
   return thread / LANES * 16 + thread % LANES / 4 + i / 2 * 8;
@@ -52,18 +64,18 @@ inline unsigned product_row(unsigned thread, unsigned i) {
 inline unsigned product_column(unsigned thread, unsigned j, unsigned i) { return 8 * j + 2 * (thread % 4) + i % 2; }
 
 inline void calculate(Product& product) {
-  static float a[PRODUCT_ROWS][PRODUCT_K], b[PRODUCT_K][PRODUCT_N], d[PRODUCT_ROWS][PRODUCT_N];
+  static float a[PRODUCT_ROWS][PRODUCT_K_BYTES], b[PRODUCT_K_BYTES][PRODUCT_N], d[PRODUCT_ROWS][PRODUCT_N];
   Accumulator& sums = *product.accumulator;
-  const unsigned columns = sums.columns;
+  const unsigned columns = sums.columns, size = product.element_bytes, k_count = PRODUCT_K_BYTES / size;
   for (unsigned thread = 0; thread < GROUP; thread++)
     for (unsigned i = 0; i < 4; i++)
-      for (unsigned byte = 0; byte < 4; byte++)
-        a[product_row(thread, i % 2 * 2)][i / 2 * 16 + 4 * (thread % 4) + byte] =
-            e4m3_table.values[product.a[thread][i] >> (8 * byte) & 0xFF];
-  for (unsigned k = 0; k < PRODUCT_K; k++)
+      for (unsigned byte = 0; byte < 4; byte += size)
+        a[product_row(thread, i % 2 * 2)][(i / 2 * 16 + 4 * (thread % 4) + byte) / size] =
+            element_of((const unsigned char*)&product.a[thread][i] + byte, size);
+  for (unsigned byte = 0; byte < PRODUCT_K_BYTES; byte += size)
     for (unsigned n = 0; n < columns; n++)
-      b[k][n] =
-          e4m3_table.values[product.b[n / 8 * product.n_stride + k / 16 * product.k_stride + n % 8 * 16 + k % 16]];
+      b[byte / size][n] =
+          element_of(product.b + n / 8 * product.n_stride + byte / 16 * product.k_stride + n % 8 * 16 + byte % 16, size);
   const auto each = [&](auto&& visit) {
     for (unsigned thread = 0; thread < GROUP; thread++)
       for (unsigned e = 0; e < columns / 2; e++)
@@ -71,7 +83,7 @@ inline void calculate(Product& product) {
   };
   each([&](float& sum, const float& value) { sum = product.accumulate ? value : 0; });
   for (unsigned row = 0; row < PRODUCT_ROWS; row++)
-    for (unsigned k = 0; k < PRODUCT_K; k++)
+    for (unsigned k = 0; k < k_count; k++)
       for (unsigned n = 0; n < columns; n++) d[row][n] += a[row][k] * b[k][n];
   each([](const float& sum, float& value) { value = sum; });
   product.calculated = true;
@@ -164,9 +176,9 @@ inline std::shared_ptr<Accumulator> find_accumulator(Warpgroup& group, unsigned 
   return found;
 }
 
-// Sums d [64, columns] of a warpgroup (+)= A [64, 32] B [32, columns]; operands as hopper.cuh says.
-inline void warpgroup_product(float* d, unsigned columns, const unsigned (&a)[4], unsigned long long b, bool accumulate,
-                              int line) {
+// Sums d [64, columns] of a warpgroup (+)= A [64, k] B [k, columns], of 32 bytes along k; operands as hopper.cuh says.
+inline void warpgroup_product(float* d, unsigned columns, unsigned element_bytes, const unsigned (&a)[4],
+                              unsigned long long b, bool accumulate, int line) {
   const unsigned number = current / GROUP, begin = number * GROUP;
   if (columns % 8 || columns == 0 || columns > PRODUCT_N || begin + GROUP > running->threads.size()) {
     report("thread %u: a product in line %d of %u columns and four warps; the block has %zu threads", current, line,
@@ -178,7 +190,7 @@ inline void warpgroup_product(float* d, unsigned columns, const unsigned (&a)[4]
     stop();
   }
   Warpgroup& group = running->warpgroups[number];
-  const ProductCall call = {b, columns, accumulate, line};
+  const ProductCall call = {b, columns, element_bytes, accumulate, line};
   if (group.waiting.empty()) group.call = call;
   if (!(group.call == call)) {
     report("threads of a warpgroup diverge: thread %u is at a product in line %d, thread %u at one in line %d (of B "
@@ -196,6 +208,7 @@ inline void warpgroup_product(float* d, unsigned columns, const unsigned (&a)[4]
   product->b = dynamic_shared + (b & 0x3FFF) * 16;
   product->k_stride = (unsigned)(b >> 16 & 0x3FFF) * 16;
   product->n_stride = (unsigned)(b >> 32 & 0x3FFF) * 16;
+  product->element_bytes = element_bytes;
   product->accumulate = accumulate;
   const size_t end = (b & 0x3FFF) * 16 + (columns / 8 - 1) * product->n_stride + product->k_stride + MATRIX_BYTES;
   if (end > dynamic_shared_bytes || b & ~0x3FFF'3FFF'3FFFull) {
