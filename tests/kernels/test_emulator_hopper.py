@@ -143,6 +143,16 @@ def test_products_of_warpgroups(columns: int, backwards: bool) -> None:
 
 
 @BACKWARDS
+def test_products_of_f16(backwards: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    a, b = (torch.randn(rows, 48, generator=generator).half() for rows in (64, 24))
+    b[3, 5], b[4] = 2.0**-24, -0.0  # subnormal; zeros
+    out = torch.zeros(64, 24)
+    run_products("f16_products", 24, 96, a.view(torch.uint8), b.view(torch.uint8), out, backwards=backwards)
+    torch.testing.assert_close(out, 1 + a.float() @ b.float().T, rtol=1e-5, atol=1e-5)
+
+
+@BACKWARDS
 def test_products_with_nan_codes_are_nans(backwards: bool) -> None:
     a, b = (torch.ones(rows, 96).to(torch.float8_e4m3fn) for rows in (64, 8))
     b.view(torch.uint8)[3, 5] = 0xFF

@@ -81,6 +81,23 @@ def unpermuted(row_bytes: Tensor) -> Tensor:
     return columns
 
 
+def f16_columns(columns: int) -> Tensor:
+    """The column that each element of a row in f16 holds."""
+    element = torch.arange(columns)
+    piece, within = element % 32 // 8, element % 8
+    return element // 32 * 32 + within // 2 * 8 + piece * 2 + within % 2
+
+
+def rounded_rows(xq: Tensor, xs: Tensor) -> Tensor:
+    """[T, D] as the experts' kernels take them, in e4m3 with a scale for 128 columns or in f16 with one for a row."""
+    if xq.dtype is torch.float16:
+        columns = torch.empty_like(xq)
+        columns[:, f16_columns(xq.shape[1])] = xq
+        return columns.float() / xs.unsqueeze(1)
+    codes = unpermuted(xq.view(torch.uint8)).view(torch.float8_e4m3fn)
+    return codes.float() * xs.repeat_interleave(128, 1)
+
+
 def expected_places(
     ids: Tensor, experts: int, tile: int, topology: Topology | None
 ) -> tuple[list[int], list[tuple[int, int, int, int]], list[int]]:
@@ -123,12 +140,16 @@ def check(
         assert [tuple(row) for row in found(places, len(expected[1]), 4).tolist()] == expected[1]
         assert found(heads).tolist() == expected[2]
         hidden = made.x.shape[1]
-        codes = unpermuted(found(xq, tokens, hidden).view(torch.uint8)).view(torch.float8_e4m3fn)
-        scales = found(xs, tokens, hidden // 128).repeat_interleave(128, 1)
-        assert torch.equal(codes.float() * scales, fp8_rounded(made.x, 128, hidden))
+        kernel = calls[-1].variant.entry
+        scales = (tokens,) if kernel == "experts_prefill" else (tokens, hidden // 128)
+        rows = rounded_rows(found(xq, tokens, hidden), found(xs, *scales))
+        assert torch.equal(rows, fp8_rounded(made.x, 128, hidden))
         zeros, most = found(counters), places.sizes[0]
-        # Those of the rows, or of the groups of SMs and of the strips of 256 columns.
-        more = tokens * (hidden // 64) if tile <= 16 else heads.sizes[0] - 1 + -(-hidden // 256)
+        # Those of the rows; or of the strips of 256 columns and groups of SMs, and of the places once more.
+        strips, groups = -(-hidden // 256), heads.sizes[0] - 1
+        more = {"experts_grouped": strips + groups, "experts_prefill": most + strips + 2 * groups}.get(
+            kernel, tokens * (hidden // 64)
+        )
         assert most + more <= len(zeros)
         assert not zeros[: len(expected[1])].any() and not zeros[most : most + more].any()
     return calls
@@ -165,7 +186,7 @@ def test_rows_of_the_same_experts(capacity: int) -> None:
     made.bias = torch.zeros(32)
     made.bias[[3, 8, 9, 31]] = 50.0
     calls = check(made, capacity)
-    entry = "experts_stream" if capacity <= 128 else "experts_grouped"
+    entry = "experts_stream" if capacity <= 128 else "experts_prefill"
     assert calls[-1].variant.entry == entry and dict(calls[-1].variant.constants)["ROWS"] == capacity
 
 

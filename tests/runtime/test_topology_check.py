@@ -61,7 +61,10 @@ def test_numbers_that_changed(found: Topology, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(values) - 1))
         values[at] = data.draw(st.integers(-2, 30) | st.sampled_from((2**31 - 1, -(2**31))))
-    assert (compare(found, values) is None) == (values == before)
+    # Experts that changed places are another table, not a damaged one.
+    experts = found.shapes.experts
+    sound = values[experts:] == before[experts:] and sorted(values[:experts]) == sorted(before[:experts])
+    assert (compare(found, values) is None) == sound
 
 
 @settings(deadline=None, max_examples=300)
@@ -143,7 +146,7 @@ def test_the_calls_that_multiply_say_how_many_there_are(topology: TopologyKind |
             heads = call.args[at - 2 if topology else at - 1]
             assert call.args[at].sizes[0] == 5 and _is_list(heads, Space.ARENA) and heads.sizes == (groups + 1,)
             assert not topology or call.args[at - 1] == tables[0]
-    assert kernels == {"experts_stream", "experts_grouped"}
+    assert kernels == {"experts_stream", "experts_prefill"}
 
 
 def _is_list(ref: TensorRef, space: Space) -> bool:

@@ -8,7 +8,7 @@
 // that gather the inputs of the pairs into the ring.
 //
 // Macros: FP8 (0: FP4), HIDDEN, INNER, EXPERTS, CHOICES, RECORD_BYTES (from one expert to the next), LIMIT, SMS, GROUPS
-// (of SMs that share places), TILE (pairs of a place: 16 to 32, with FP8 to 64), ROWS (the bucket's), OUT_STRIDE,
+// (of SMs that share places), TILE (pairs of a place: 16 or 32), ROWS (the bucket's), OUT_STRIDE,
 // SHARED_BYTES; WEIGHTS_STAGES if the ring is to have others than experts_grouped.cuh says; for measuring, STREAM_ONLY 1 leaves
 // the products out.
 #ifndef STREAM_ONLY
@@ -52,7 +52,7 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
     barrier_init(&shared.weights_empty[i], MULTIPLY_WARPS);
   }
   for (int i = 0; i < UNITS; i++) {
-    barrier_init(&shared.unit_full[i], 1);
+    barrier_init(&shared.unit_full[i], LANES);
     barrier_init(&shared.unit_empty[i], MULTIPLY_WARPS);
   }
   barrier_init_fence();

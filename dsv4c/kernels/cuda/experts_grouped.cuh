@@ -5,12 +5,9 @@
 #define WEIGHTS_STAGES (FP8 ? 4 : 6)
 #endif
 
-// The sums of many pairs are made in two halves, of whole eights.
-#define COARSE_WIDTHS 1
-
 #include "experts_units.cuh"
 
-static_assert(TILE <= (FP8 ? 64 : 32));
+static_assert(TILE <= 32);
 
 constexpr int WEIGHTS_WARP = MULTIPLY_WARPS, UNITS_WARP = WEIGHTS_WARP + 1;
 constexpr int FIRST_INPUTS_WARP = UNITS_WARP + 1, INPUTS_WARPS = 2, INPUTS_THREADS = 32 * INPUTS_WARPS;

@@ -4,9 +4,9 @@
 #include "experts_grouped_rows.cuh"
 #include "experts_units_finish.cuh"
 
-// Of many pairs one slice after the other, so that registers hold the sums of two products that follow one another.
+// Of 32 pairs one half after the other, so that registers hold the sums of two products that follow one another.
 template <int N>
-constexpr int SLICES = N >= 32 && N % 16 == 0 ? 2 : 1;
+constexpr int SLICES = N == 32 ? 2 : 1;
 template <int N>
 constexpr int SLICE = N / SLICES<N>;
 

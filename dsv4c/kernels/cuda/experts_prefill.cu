@@ -56,7 +56,7 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
     barrier_init(&shared.inputs_empty[i], MULTIPLY_WARPS);
   }
   for (int i = 0; i < UNITS; i++) {
-    barrier_init(&shared.unit_full[i], 1);
+    barrier_init(&shared.unit_full[i], LANES);
     barrier_init(&shared.unit_empty[i], MULTIPLY_WARPS);
   }
   barrier_init_fence();

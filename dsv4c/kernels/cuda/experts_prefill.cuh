@@ -8,8 +8,6 @@
 #define INPUTS_STAGES (TILE > 64 ? (FP8 ? 2 : 3) : 4)
 #endif
 
-#define COARSE_WIDTHS 0
-
 #include "experts_units.cuh"
 
 constexpr int WEIGHTS_WARP = MULTIPLY_WARPS, UNITS_WARP = WEIGHTS_WARP + 1;

@@ -10,8 +10,8 @@
 // part in the results.
 //
 // Macros: HIDDEN, INNER, EXPERTS, CHOICES, GROUPS (of SMs that share places), TILE (pairs of a place), ROWS (the
-// bucket's), LIMIT, SMS, OUT_STRIDE, and those of experts_packed.cuh; WEIGHTS_STAGES (of a ring of weights) and
-// COARSE_WIDTHS (1: from 32 on, of 64 pairs, only multiples of 16) are the including kernel's.
+// bucket's), LIMIT, SMS, OUT_STRIDE, and those of experts_packed.cuh; WEIGHTS_STAGES, of a ring
+// of weights, is the including kernel's.
 #pragma once
 
 #include "block.cuh"
@@ -39,11 +39,6 @@ constexpr int ROW_GROUPS = 4 * PANELS;  // of a strip
 #define FOR_EACH_WIDTH(F) F(16) F(32) F(48) F(64) F(72) F(80) F(88) F(96) F(104) F(112) F(120) F(128)
 __device__ __forceinline__ int width_of(int pairs) {
   return pairs <= 64 ? (pairs + 15) / 16 * 16 : (pairs + 7) / 8 * 8;
-}
-#elif COARSE_WIDTHS
-#define FOR_EACH_WIDTH(F) F(8) F(16) F(24) F(32) F(48) F(64)
-__device__ __forceinline__ int width_of(int pairs) {
-  return pairs <= 32 ? (pairs + 7) / 8 * 8 : (pairs + 15) / 16 * 16;
 }
 #else
 #define FOR_EACH_WIDTH(F) F(8) F(16) F(24) F(32) F(40) F(48) F(56) F(64)
@@ -109,7 +104,7 @@ __device__ __forceinline__ void announce(const UnitBase& unit, const Counters& c
 }
 
 // A warp draws the block's units, one ahead of those who work, and announces what these have done: they need not wait
-// until it has reached the other blocks.
+// until it has reached the other blocks. All its lanes arrive at `unit_full`.
 template <typename Shared, typename Inputs, typename Counters>
 __device__ __forceinline__ void draw_units(Shared& shared, const Share& share, const Inputs& inputs,
                                            const Counters& counters) {
@@ -136,8 +131,7 @@ __device__ __forceinline__ void draw_units(Shared& shared, const Share& share, c
       if (lane == 0) unit.expert = place.expert, unit.first = place.first, unit.count = place.count, unit.width = width;
     }
     if (lane == 0) unit.kind = kind, unit.strip = next.strip, unit.place = next.place, unit.sums_end = next.sums_end;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.unit_full[ring.slot]);
+    barrier_arrive(&shared.unit_full[ring.slot]);
   }
   // The last one before the end.
   static_assert(UNITS == 2);

@@ -1,8 +1,8 @@
 """Selector of `placed_experts`: the router and its lists (`cuda/experts_lists.cu`), then all experts in one launch.
 
-Steps of few rows stream the weights (`cuda/experts_stream.cu`), larger ones multiply them by the pairs of a place in e4m3
-(`cuda/experts_grouped.cu`), the largest in f16 (`cuda/experts_prefill.cu`). That launch starts while the lists are being
-made and waits for them.
+Steps of few rows stream the weights (`cuda/experts_stream.cu`), larger ones multiply them by the pairs of a place in
+e4m3 (`cuda/experts_grouped.cu`), the largest in f16 (`cuda/experts_prefill.cu`). That launch starts while the lists are
+being made and waits for them.
 """
 
 import math
@@ -42,8 +42,10 @@ STRETCH_BYTES = 32  # of a Stretch in cuda/experts_stretch.cuh
 STREAM_SLOTS = 4  # of the ring of weights: more are slower
 STREAM_BUFFERS = 3  # of sums
 UNITS_THREADS = 640  # of the kernels for larger buckets
-# From how many pairs an expert f16 pays: decoding takes longer, but all products of a row go into one sum.
-PREFILL_PAIRS = {False: 16, True: 32}  # FP4, FP8
+# With more pairs an expert, f16 pays: decoding takes longer, but all products of a row go into one sum.
+GROUPED_PAIRS = 32
+GROUPED_TILE = 32
+PREFILL_TILES = 64, 128
 
 Macros = dict[str, int | float | str]
 
@@ -123,14 +125,15 @@ _Kernel = Literal["stream", "grouped", "prefill"]
 def _kernel(operands: _Operands, tokens: int) -> _Kernel:
     if tokens <= STREAM_ROWS:
         return "stream"
-    return "prefill" if operands.average_pairs(tokens) > PREFILL_PAIRS[operands.fp8] else "grouped"
+    return "grouped" if operands.average_pairs(tokens) <= GROUPED_PAIRS else "prefill"
 
 
 def _tile(operands: _Operands, kernel: _Kernel, tokens: int) -> int:
-    """Pairs of a place: as many as most experts get of a random choice, but for the sake of a few that get more."""
+    """Pairs of a place. In `experts_prefill` as many as most experts get of a random choice: a few have two places."""
+    if kernel != "prefill":
+        return STREAM_TILE if kernel == "stream" else GROUPED_TILE
     average = operands.average_pairs(tokens)
-    tiles = {"stream": (STREAM_TILE,), "grouped": (32, 64) if operands.fp8 else (32,), "prefill": (64, 128)}[kernel]
-    return next((tile for tile in tiles if average + 2 * average**0.5 <= tile), tiles[-1])
+    return next((tile for tile in PREFILL_TILES if average + 2 * average**0.5 <= tile), PREFILL_TILES[-1])
 
 
 def _operands(launch: Launch, selection: Selection) -> _Operands:
@@ -323,7 +326,9 @@ def _grouped(operands: _Operands, lists: _Lists, selection: Selection) -> Kernel
     pairs = selection.tokens * operands.choices
     h = selection.scratch(DType.F8E4M3, pairs, operands.inner)
     h_scales = selection.scratch(DType.F32, pairs, operands.inner // 128)
-    return _units_call("experts_grouped", operands, lists, selection, (h, h_scales), _grouped_bytes(operands, lists.tile))
+    return _units_call(
+        "experts_grouped", operands, lists, selection, (h, h_scales), _grouped_bytes(operands, lists.tile)
+    )
 
 
 def _prefill(operands: _Operands, lists: _Lists, selection: Selection) -> KernelCall:

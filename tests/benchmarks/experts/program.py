@@ -121,9 +121,7 @@ class Program:
             table = topology.values[row : row + topology.sizes[1]]
         lists = make_lists(routing.ids, self.shape.experts, variant.tile, variant.groups, table)
         codes, scales = quantized(x)
-        rows, factors = (
-            f16_rows(codes, scales) if variant.kernel == "experts_prefill" else (permuted(codes), scales)
-        )
+        rows, factors = f16_rows(codes, scales) if variant.kernel == "experts_prefill" else (permuted(codes), scales)
         return {
             "xq": rows,
             "xs": factors,

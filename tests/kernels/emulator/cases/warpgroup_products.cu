@@ -1,5 +1,5 @@
-// Products of warpgroups: out [64, N] = a [64, K] b [N, K] of e4m3, B by way of shared memory; and faults that must be
-// found.
+// Products of warpgroups: out [64, N] = a [64, K] b [N, K] of e4m3 or f16 (K bytes), B by way of shared memory; and
+// faults that must be found.
 #include "block.cuh"
 #include "hopper.cuh"
 #include "step.cuh"
@@ -33,6 +33,24 @@ __device__ __forceinline__ void store(float* out, const float (&d)[N / 2]) {
   const int thread = threadIdx.x % 128, g = thread % 32 / 4, t = thread % 4;
   for (int i = 0; i < N / 2; i++)
     out[(thread / 32 * 16 + i % 4 / 2 * 8 + g) * N + i / 4 * 8 + 2 * t + i % 2] = d[i];
+}
+
+// The same of f16, K / 2 columns of k, added to what the registers hold.
+extern "C" __global__ void f16_products(const u8* a, const u8* b, float* out, const StepHeader*) {
+  DYNAMIC_SHARED(shared);
+  store_b(shared, b);
+  shared_proxy_fence();
+  __syncthreads();
+  u32 registers[STEPS][4];
+  for (int step = 0; step < STEPS; step++) load_a(registers[step], a, step);
+  float d[N / 2];
+  for (float& value : d) value = 1;
+  product_begin();
+  for (int step = 0; step < STEPS; step++)
+    emulated_f16_product(d, N, registers[step], product_operand(shared + step * STEP_BYTES, K_STRIDE, N_STRIDE));
+  product_commit();
+  product_wait<0>();
+  store(out, d);
 }
 
 // Every warpgroup by itself: all of k in one sum, in two groups of products. `early` gets what the registers hold
