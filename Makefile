@@ -51,7 +51,7 @@ check: env
 
 # The tests of a file share engines, libraries of the emulator and compiled kernels: a process has whole files.
 test: env
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 test-gpu: env
 	$(BIN)/python -m pytest -m 'gpu or sm90a or orin'

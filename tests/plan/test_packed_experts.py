@@ -153,7 +153,7 @@ def test_a_topology_is_a_row_for_each_product() -> None:
     assert torch.equal(found, expected)
 
 
-def test_scales_that_the_kernels_cannot_fold_name_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_the_kernels_cannot_use_name_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, made = checkpoint("two_even"), plan()
     name = "layers.1.ffn.experts.3.w3.weight"
     scales = opened.scales(name)
@@ -162,5 +162,5 @@ def test_scales_that_the_kernels_cannot_fold_name_the_tensor(monkeypatch: pytest
     wide[17, 4:8] = torch.tensor([100, 120, 110, 100], dtype=torch.uint8)
     found = Checkpoint.scales
     monkeypatch.setattr(Checkpoint, "scales", lambda self, asked: wide if asked == name else found(self, asked))
-    with pytest.raises(CheckpointError, match=f"`{name}` cannot be packed: the scales of row 17, columns 128 to 255"):
+    with pytest.raises(CheckpointError, match=f"`{name}` cannot be packed: the scale of row 17, columns 128 to 159"):
         section(opened, made)

@@ -53,8 +53,15 @@ inline float float_of_f16(unsigned bits) {
                                         : __builtin_ldexpf(mantissa, -24);
   return bits & 0x8000 ? -magnitude : magnitude;
 }
+struct F16Table {
+  std::vector<float> values;
+  F16Table() : values(1 << 16) {
+    for (unsigned bits = 0; bits < values.size(); bits++) values[bits] = float_of_f16(bits);
+  }
+};
 inline float element_of(const unsigned char* bytes, unsigned element_bytes) {
-  return element_bytes == 1 ? e4m3_table.values[*bytes] : float_of_f16(bytes[0] | (unsigned)bytes[1] << 8);
+  static const F16Table f16_table;
+  return element_bytes == 1 ? e4m3_table.values[*bytes] : f16_table.values[bytes[0] | (unsigned)bytes[1] << 8];
 }
 
 // d[4j + i] of a lane: its row of 16 and column.
