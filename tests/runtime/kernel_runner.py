@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import dsv4c.graph.expert_ops
+import dsv4c.graph.fused_ops
 import dsv4c.graph.ops
 import dsv4c.graph.sampling
-import dsv4c.graph.state_ops  # noqa: F401  (all three register the operators)
+import dsv4c.graph.state_ops  # noqa: F401  (all of them register operators)
 from dsv4c.errors import SessionError
 from dsv4c.runtime.library import library_path
 from dsv4c.step_abi import ArgKind, DType
