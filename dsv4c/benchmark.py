@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv4c.runtime.engine import Engine, Sampling, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Sampling, Session
 from dsv4c.runtime.trace import LaunchTime
 
 # Larger than the last-level cache of a server processor.

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from dsv4c.errors import InputError
-from dsv4c.runtime.engine import Engine, RoutingCounts, Sampling, continue_prompt
+from dsv4c.runtime.engine import Engine, continue_prompt
+from dsv4c.runtime.session import RoutingCounts, Sampling
 from dsv4c.runtime.step_arrays import int32_array
 from dsv4c.text import IncrementalDecoder, StopStrings, Tokenizer
 from dsv4c.wording import counted

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv4c.errors import InputError
-from dsv4c.runtime.engine import Engine, EngineInfo, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import EngineInfo, Session
 from dsv4c.text import Tokenizer
 
 ROW_TOKENS = 512

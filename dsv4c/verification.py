@@ -8,7 +8,8 @@ from typing import Any
 from dsv4c.engine.goldens import GoldenLaunch, Goldens, GoldenStep, fingerprint, first_difference
 from dsv4c.engine.reader import EngineReader, read_engine
 from dsv4c.errors import EngineFormatError, InputError
-from dsv4c.runtime.engine import Engine, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Session
 from dsv4c.runtime.trace import TraceOutput
 
 Progress = Callable[[str, int, int], None]

@@ -9,7 +9,8 @@ import pytest
 
 from dsv4c.errors import InputError
 from dsv4c.generation import GenerationLimits, GenerationResult, IdOutput, TextOutput, generate
-from dsv4c.runtime.engine import Engine, Sampling
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Sampling
 from tests.test_text import TOKENIZER
 
 EOS = 1

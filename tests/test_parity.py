@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dsv4c.runtime.engine import Engine, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Session
 from tests.model_cases import SEQUENCES, TOKENS, Logits, ModelCase, parity_case
 
 MAX_DIFFERENCE = 1e-4

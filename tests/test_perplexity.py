@@ -9,7 +9,8 @@ import pytest
 
 from dsv4c.errors import InputError
 from dsv4c.perplexity import Perplexity, measure_perplexity, negative_log_likelihood, read_texts, token_rows
-from dsv4c.runtime.engine import Engine, EngineInfo
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import EngineInfo
 from tests.model_cases import parity_case
 from tests.test_text import TOKENIZER
 

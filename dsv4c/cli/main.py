@@ -39,7 +39,7 @@ def exit_codes() -> dict[int, str]:
     for cls in stages:
         if cls is not Dsv4cError:
             codes[cls.exit_code] = (cls.__doc__ or "").rstrip(".").lower()
-    codes[INTERRUPTED_EXIT_CODE] = "interrupted (Ctrl-C)"
+    codes[INTERRUPTED_EXIT_CODE] = "interrupted (Ctrl-C, SIGTERM)"
     codes[BROKEN_PIPE_EXIT_CODE] = "the reader of the output went away"
     return dict(sorted(codes.items()))
 

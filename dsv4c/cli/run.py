@@ -15,7 +15,8 @@ from dsv4c.engine.reader import is_engine
 from dsv4c.errors import InputError
 from dsv4c.generation import GenerationLimits, IdOutput, TextOutput, generate, room_for
 from dsv4c.routing_trace import format_trace
-from dsv4c.runtime.engine import Engine, RoutingCounts, Sampling, require_counts
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import RoutingCounts, Sampling, require_counts
 from dsv4c.text import Tokenizer
 
 _PATH = click.Path(path_type=Path)

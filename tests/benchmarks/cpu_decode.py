@@ -42,7 +42,8 @@ import torch
 
 from dsv4c.compiler import build_engine
 from dsv4c.recipe import Recipe, WeightsRecipe
-from dsv4c.runtime.engine import Engine, Sampling, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Sampling, Session
 from dsv4c.target import find_target
 from tests.benchmarks.tokens_per_second import commit, device
 from tests.benchmarks.wide_checkpoint import WIDE, write_wide_checkpoint

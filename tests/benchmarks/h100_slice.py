@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from dsv4c.engine.writer import EngineParts, write_engine
-from dsv4c.runtime.engine import Engine, Sampling, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Sampling, Session
 
 LAYERS = (0, 0, 4, 128, 4, 128, 4, 128)
 GREEDY = Sampling()

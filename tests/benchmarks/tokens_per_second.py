@@ -16,7 +16,8 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from dsv4c.runtime.engine import Engine, Sampling, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Sampling, Session
 from dsv4c.wording import counted
 
 DECODE_STEPS = 64

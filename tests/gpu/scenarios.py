@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dsv4c.runtime.engine import Engine, Sampling, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Sampling, Session
 
 Array = npt.NDArray[Any]
 Seen = dict[str, Array]

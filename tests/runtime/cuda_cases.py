@@ -19,7 +19,8 @@ import pytest
 from dsv4c.errors import Dsv4cError, EngineFormatError, SessionError
 from dsv4c.graph.topology import ExpertShapes, place
 from dsv4c.runtime import library as lib
-from dsv4c.runtime.engine import Engine, Sampling, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Sampling, Session
 from dsv4c.runtime.trace import TraceOutput
 from dsv4c.step_abi import LaunchFlag
 from tests.runtime.hand_cuda_engine import SMS, add_placed_experts, cuda_parts

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from dsv4c.errors import SessionError
-from dsv4c.runtime.engine import Engine, Sampling
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Sampling
 from tests.runtime.hand_engine import CONTEXT, VOCAB, write_engine
 
 TOKENS = [int(token) for token in np.random.default_rng(1).integers(0, VOCAB, CONTEXT)]

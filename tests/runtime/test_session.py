@@ -17,7 +17,8 @@ import torch
 import dsv4c.graph.ops
 import dsv4c.graph.state_ops  # noqa: F401  (both register the operators)
 from dsv4c.errors import SessionError
-from dsv4c.runtime.engine import Engine, Sampling, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Sampling, Session
 from dsv4c.runtime.trace import TraceOutput
 from dsv4c.step_abi import DType
 from tests.runtime.hand_engine import (

@@ -12,7 +12,8 @@ import torch
 from dsv4c.errors import EngineFormatError, SessionError
 from dsv4c.graph import expert_ops  # noqa: F401  (registers the operators)
 from dsv4c.runtime import library as lib
-from dsv4c.runtime.engine import Engine, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Session
 from dsv4c.step_abi import Dim, DType, Space, StateKind
 from tests.runtime.hand_engine import (
     CHOICES,

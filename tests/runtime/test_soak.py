@@ -16,7 +16,8 @@ from dsv4c.graph.interpreter import Oracle
 from dsv4c.passes.pass_manager import PassContext, run_passes
 from dsv4c.passes.pipeline import build_pipeline
 from dsv4c.recipe import Recipe
-from dsv4c.runtime.engine import Engine, Session
+from dsv4c.runtime.engine import Engine
+from dsv4c.runtime.session import Session
 from tests.model_cases import Logits, checkpoint_of, engine_of
 
 MODEL = "narrow"
