@@ -1,10 +1,13 @@
 """Every CPU kernel without state against its reference body, over shapes that fit no tile."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4c.checkpoint.formats import quantize_fp4, quantize_fp8
+from dsv4c.graph.ops import clamped_swiglu, decode_weight, fp8_rounded
 from tests.runtime.kernel_runner import check_kernel, reference, run_kernel, same_bits
 
 TOKENS = (1, 2, 7, 33)
@@ -246,6 +249,27 @@ def expert_ids(tokens: int, k: int, experts: int, crowd: str) -> Tensor:
     return ids
 
 
+def rows_on_a_rounding_border(
+    x: Tensor, ids: Tensor, factors: Tensor, w13: Tensor, limit: float, group: int
+) -> Tensor:
+    """The rows of `moe_ffn` whose products another order of the sums may round to other e4m3 numbers: bool [T].
+
+    w13 float32 [E, 2I, D]. Each gate and up is a sum of D products, off by up to two roundings of the sum of their
+    magnitudes; silu and the products that follow are off by up to four of their own.
+    """
+    matrices = w13.double()[ids.long()]
+    rounded = fp8_rounded(x, group, x.shape[1]).to(x.dtype).double()
+    gate, up = torch.einsum("td,tkod->tko", rounded, matrices).chunk(2, -1)
+    error = torch.einsum("td,tkod->tko", rounded.abs(), matrices.abs()) * 2.0**-23
+    gate_error, up_error = error.chunk(2, -1)
+    found = []
+    for a, b, c in product((-1, 1), repeat=3):
+        h = clamped_swiglu(gate + a * gate_error, up + b * up_error, limit) * (1 + c * 2.0**-22)
+        h = (h * factors.unsqueeze(-1)).float().to(x.dtype)
+        found.append(fp8_rounded(h, group, h.shape[-1]))
+    return torch.stack([(h != found[0]).flatten(1).any(1) for h in found]).any(0)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("group", (0, 128, 24))
@@ -254,6 +278,10 @@ def test_moe_ffn(dtype: torch.dtype, storage: str, group: int) -> None:
     w13 = stored(normal(experts, 2 * inner, hidden, seed=1), storage)
     w2 = stored(normal(experts, hidden, inner, seed=2), storage)
     weights = (*w13[:2], *w2)
+    codes13, scales13, *block = w13
+    decoded13 = torch.stack(
+        [decode_weight(codes13[e], None if scales13 is None else scales13[e], *block) for e in range(experts)]
+    )
     for tokens in TOKENS:
         x = normal(tokens, hidden, dtype=dtype)
         for crowd in ("some", "one", "all"):
@@ -265,10 +293,11 @@ def test_moe_ffn(dtype: torch.dtype, storage: str, group: int) -> None:
             args = (x, ids, factors, *weights, 1.0, group)
             (actual,) = check_kernel("moe_ffn", *args, rows=(0, 1, 2), tolerance=tolerance)
             if group:
-                # Flips are rare: a wrong kernel is off in more than one row.
                 (expected,) = reference("moe_ffn", *args)
                 off = (actual - expected).abs().amax(1) > 1e-5 * expected.abs().max()
-                assert off.sum() <= 1, f"{int(off.sum())} of {tokens} rows are off"
+                on_border = rows_on_a_rounding_border(x, ids, factors, decoded13, 1.0, group)
+                assert not (off & ~on_border).any(), f"rows {(off & ~on_border).nonzero().flatten().tolist()} are off"
+                assert on_border.sum() <= 1 + tokens // 4
 
 
 def test_moe_ffn_with_one_blob_per_expert() -> None:
