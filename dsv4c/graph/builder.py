@@ -17,7 +17,7 @@ from dsv4c.errors import GraphError
 from dsv4c.graph import expert_ops, fused_ops, hyper_connections, moe, ops, sampling, state_ops
 from dsv4c.graph.annotations import GraphInfo, Numerics, set_info
 from dsv4c.graph.attention import attention
-from dsv4c.graph.scope import LayerScope, ModelScope, Placeholders, StepInputs, Symbols
+from dsv4c.graph.scope import LayerScope, ModelScope, Placeholders, StepInputs, shared_symbols
 from dsv4c.graph.step_module import StepModule
 from dsv4c.step_abi import Input, LaunchFlag
 
@@ -43,7 +43,7 @@ def build_graph(
     """
     _check(config, numerics)
     graph = Graph()
-    symbols = Symbols()
+    symbols = shared_symbols()
     placeholders = Placeholders(graph, symbols)
     inputs = _inputs(placeholders, config.vocab_size)
     model = ModelScope(placeholders, config, weights, numerics, block_tokens(config), rollback_rows, inputs)

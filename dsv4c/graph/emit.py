@@ -1,10 +1,12 @@
 """Adding a node to a graph, with a readable name and the fake tensor of its result."""
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsv4c.graph.annotations import set_flags, set_layer, value_of
 from dsv4c.step_abi import LaunchFlag
@@ -21,20 +23,19 @@ def fake_result(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return target(*map_arg(args, value), **map_arg(kwargs, value))
 
 
-class FakeResults:
-    """`fake_result`, computed once for each operator and kind of operands: layers repeat each other.
+def shared_fake_result(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`fake_result`, computed once for each operator and kind of operands: layers and graphs repeat each other.
 
     Nodes then share fake tensors, which say shapes, dtypes and strides but not which storage is whose.
     """
+    key = (target, _kind(args), _kind(kwargs))
+    if key not in _RESULTS:
+        _RESULTS[key] = fake_result(target, args, kwargs)
+    return _RESULTS[key]
 
-    def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
 
-    def __call__(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = (target, _kind(args), _kind(kwargs))
-        if key not in self._known:
-            self._known[key] = fake_result(target, args, kwargs)
-        return self._known[key]
+_RESULTS: dict[Any, Any] = {}
+_KINDS: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
 
 
 def _kind(value: Any) -> Any:
@@ -42,7 +43,11 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Node):
         return _kind(value.meta["val"])
     if isinstance(value, torch.Tensor):
-        return value.dtype, str(value.shape), str(value.stride()), int(value.storage_offset())
+        if value not in _KINDS:
+            sizes = str(value.shape), str(value.stride()), int(value.storage_offset())
+            # Symbols mean something in their own mode only.
+            _KINDS[value] = value.dtype, getattr(value, "fake_mode", None), *sizes
+        return _KINDS[value]
     if isinstance(value, list | tuple):
         return tuple(_kind(v) for v in value)
     if isinstance(value, dict):
@@ -58,19 +63,17 @@ class Emitter:
         graph: Graph,
         layer: int | None = None,
         flags: LaunchFlag = LaunchFlag(0),
-        results: FakeResults | None = None,
     ) -> None:
         self.graph = graph
         self.layer = layer
         self.flags = flags
-        self._results = results or FakeResults()
 
     def name(self, name: str) -> str:
         return name if self.layer is None else f"l{self.layer}_{name}"
 
     def call(self, name: str, target: Target, *args: Any, **kwargs: Any) -> Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name=self.name(name))
-        node.meta["val"] = self._results(target, args, kwargs)
+        node.meta["val"] = shared_fake_result(target, args, kwargs)
         set_layer(node, self.layer)
         set_flags(node, self.flags)
         return node

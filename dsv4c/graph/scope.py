@@ -1,7 +1,8 @@
 """What the layer writers share: the step's inputs, and placeholders for weights, constants and state."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from dsv4c.checkpoint.config import ModelConfig
 from dsv4c.checkpoint.formats import Encoding
 from dsv4c.errors import GraphError
 from dsv4c.graph.annotations import Constant, Numerics, Parameter, Placeholder, StatePlane, set_layer, set_placeholder
-from dsv4c.graph.emit import Emitter, FakeResults
+from dsv4c.graph.emit import Emitter
 from dsv4c.graph.parameters import unstraddled_block
 from dsv4c.graph.rotary import layer_frequencies
 from dsv4c.step_abi import LaunchFlag, StateKind
@@ -39,7 +40,7 @@ class StepInputs:
 
 
 class Symbols:
-    """The symbolic sizes of a graph: T rows, R logit rows, S slots, B blocks, M blocks a slot."""
+    """The symbolic sizes of graphs: T rows, R logit rows, S slots, B blocks, M blocks a slot. See `shared_symbols`."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -60,6 +61,12 @@ class Symbols:
         sizes = [self.sizes[size] if isinstance(size, str) else size for size in shape]
         with self.mode:
             return torch.empty(sizes, dtype=dtype)
+
+
+@cache
+def shared_symbols() -> Symbols:
+    """Those of all graphs of a process: what an operator makes of its operands is then found out once for all."""
+    return Symbols()
 
 
 class Placeholders:
@@ -102,14 +109,13 @@ class ModelScope:
     block_tokens: int
     rollback_rows: int
     inputs: StepInputs
-    results: FakeResults = field(default_factory=FakeResults)
 
 
 class LayerScope(Emitter):
     """Writes one layer into the graph of `model` (layer None: what is outside the layers)."""
 
     def __init__(self, model: ModelScope, layer: int | None = None, flags: LaunchFlag = LaunchFlag(0)) -> None:
-        super().__init__(model.placeholders.graph, layer, flags, model.results)
+        super().__init__(model.placeholders.graph, layer, flags)
         self.model = model
         self.config = model.config
         self.inputs = model.inputs

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from dsv4c.graph.annotations import value_of
-from dsv4c.graph.emit import fake_result
+from dsv4c.graph.emit import shared_fake_result
 from dsv4c.passes.operands import rounded_result, skip_widening
 from dsv4c.passes.pass_manager import PassContext
 
@@ -85,7 +85,7 @@ def lower_aten(gm: GraphModule, ctx: PassContext) -> PassResult:
         # In place, so that the node keeps its name.
         target, args = call
         node.target, node.args, node.kwargs = target, args, {}
-        node.meta["val"] = fake_result(target, args, {})
+        node.meta["val"] = shared_fake_result(target, args, {})
         if result is not node:
             result.replace_all_uses_with(node)
         modified = True

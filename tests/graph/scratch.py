@@ -7,7 +7,7 @@ from dsv4c.checkpoint.formats import Encoding
 from dsv4c.graph.annotations import GraphInfo, Numerics, Parameter, Placeholder, StatePlane, set_info
 from dsv4c.graph.builder import OPERATOR_MODULES
 from dsv4c.graph.emit import Emitter
-from dsv4c.graph.scope import Placeholders, Symbols
+from dsv4c.graph.scope import Placeholders, shared_symbols
 from dsv4c.step_abi import Input, StateKind
 from tests.fixtures import config_of
 from tests.graph.small_models import CONFIGS
@@ -20,7 +20,7 @@ class Scratch(Emitter):
 
     def __init__(self) -> None:
         super().__init__(Graph())
-        self._symbols = Symbols()
+        self._symbols = shared_symbols()
         self._placeholders = Placeholders(self.graph, self._symbols)
 
     def placeholder(self, name: str, what: Placeholder, shape: tuple[int | str, ...], dtype: torch.dtype) -> Node:
