@@ -4,6 +4,7 @@ The libraries are kept in build/emulator, or the folder that DSV4C_EMULATOR_CACH
 into them.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -30,20 +31,8 @@ FLAGS = (
     # A misaligned access, which a GPU refuses, becomes an illegal instruction, which block.h reports.
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
 )
-# Behind this header, precompiled, come the kernels. What runs a grid takes the compiler longer than most of them, so it
-# is in none: it is compiled once, more optimised, and linked to each.
-_HEADER = (
-    '#include "emulate.h"\n'
-    "extern template std::vector<std::unique_ptr<emulate::Block>>::~vector();\n"
-    "namespace emulate { const char* launch_apart(const unsigned* grid, unsigned block, size_t shared, int order); }\n"
-)
-_LAUNCH = (
-    f"{_HEADER}"
-    "template std::vector<std::unique_ptr<emulate::Block>>::~vector();\n"
-    "const char* emulate::launch_apart(const unsigned* grid, unsigned block, size_t shared, int order) {\n"
-    "  return launch(grid, block, shared, order);\n"
-    "}\n"
-)
+# Every kernel comes behind this one, precompiled, and is linked to what the emulator's own sources make.
+HEADER = EMULATOR / "emulate.h"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 
@@ -72,12 +61,11 @@ def _source(variant: KernelVariant) -> str:
     """The text of the translation unit. Everything is local to it, so that shared variables of templates are too."""
     macros = [f"#define {name} {_macro(value)}\n" for name, value in variant.constants]
     return (
-        '#include "emulated.h"\n'
+        '#include "emulate.h"\n'
         "#define DSV4C_SM_90A 1\n"
         f"{''.join(macros)}"
         f'namespace {{\n#include "{variant.source}.cu"\n}}\n'
         f"#define EMULATE_ENTRY {variant.entry}\n"
-        "#define launch launch_apart\n"
         '#include "driver.h"\n'
     )
 
@@ -105,34 +93,35 @@ def _library(source: str, folders: tuple[Path, ...]) -> ctypes._CFuncPtr:
 
 
 def _compile(compiler: str, source: str, folders: tuple[Path, ...], path: Path) -> None:
-    launch = _precompile(compiler)
+    emulator = _precompile(compiler)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unit, built = Path(scratch, "unit.cc"), Path(scratch, "unit.so")
         unit.write_text(source, encoding="utf-8")
-        includes = [f"-I{folder}" for folder in (launch.parent, EMULATOR, *folders)]
-        # Both have the function of fiber.h that switches stacks.
-        _run([compiler, *FLAGS, *includes, str(launch), str(unit), "-Wl,-z,muldefs", "-o", str(built)], source)
+        includes = [f"-I{folder}" for folder in (emulator, EMULATOR, *folders)]
+        objects = [str(emulator / f"{file.stem}.o") for file in _emulator_sources()]
+        _run([compiler, *FLAGS, *includes, str(unit), *objects, "-o", str(built)], source)
         built.replace(path)  # whole or not at all: tests run in several processes
 
 
 @functools.cache
 def _precompile(compiler: str) -> Path:
-    """`_LAUNCH` compiled, with `_HEADER` beside it."""
-    folder = _cache_folder() / _digest(compiler, _LAUNCH, ())
-    launch = folder / "launch.o"
-    if launch.is_file():
-        return launch
-    folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        header, unit = Path(scratch, "emulated.h"), Path(scratch, "launch.cc")
-        header.write_text(_HEADER, encoding="utf-8")
-        unit.write_text(_LAUNCH, encoding="utf-8")
-        flags = [*FLAGS, f"-I{EMULATOR}"]
-        _run([compiler, "-x", "c++-header", *flags, str(header), "-o", f"{header}.gch"], _HEADER)
-        _run([compiler, *flags, "-O2", "-c", str(unit), "-o", f"{scratch}/launch.o"], _LAUNCH)
-        for name in ("emulated.h.gch", "emulated.h", "launch.o"):
-            Path(scratch, name).replace(folder / name)
-    return launch
+    """A folder with the emulator's header and sources, compiled."""
+    folder = _cache_folder() / _digest(compiler, "", ())
+    if folder.is_dir():
+        return folder
+    with tempfile.TemporaryDirectory(dir=_cache_folder()) as scratch:
+        made = Path(scratch, "made")
+        made.mkdir()
+        _run([compiler, "-x", "c++-header", *FLAGS, str(HEADER), "-o", f"{made}/{HEADER.name}.gch"], str(HEADER))
+        for file in _emulator_sources():
+            _run([compiler, *FLAGS, "-O2", "-c", str(file), "-o", f"{made}/{file.stem}.o"], str(file))
+        with contextlib.suppress(OSError):  # another process was first
+            made.rename(folder)
+    return folder
+
+
+def _emulator_sources() -> list[Path]:
+    return sorted(EMULATOR.glob("*.cc"))
 
 
 def _run(command: list[str], source: str) -> None:
@@ -147,8 +136,8 @@ def _cache_folder() -> Path:
 
 def _digest(compiler: str, source: str, folders: tuple[Path, ...]) -> str:
     """Of the compiler, its options, the emulator, and the text with all that it includes of `folders`."""
-    digest = hashlib.sha256("\0".join([compiler, *FLAGS, _LAUNCH]).encode())
-    for file in sorted(EMULATOR.glob("*.h")):
+    digest = hashlib.sha256("\0".join([compiler, *FLAGS]).encode())
+    for file in [*sorted(EMULATOR.glob("*.h")), *_emulator_sources()]:
         digest.update(file.read_bytes())
     waiting, seen = [source], set()
     while waiting:
