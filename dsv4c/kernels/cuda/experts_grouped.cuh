@@ -13,6 +13,7 @@ constexpr int WEIGHTS_WARP = MULTIPLY_WARPS, UNITS_WARP = WEIGHTS_WARP + 1;
 constexpr int FIRST_INPUTS_WARP = UNITS_WARP + 1, INPUTS_WARPS = 2, INPUTS_THREADS = 32 * INPUTS_WARPS;
 static_assert(THREADS == 32 * (FIRST_INPUTS_WARP + INPUTS_WARPS));
 
+constexpr float H_TIMES = 1;           // as it is
 constexpr int PIECE_BYTES = 16 * TILE;  // 16 columns of the inputs of all pairs
 
 // One step of a product: 128 columns of a strip, and of the inputs of all pairs.

@@ -4,6 +4,8 @@
 #include "experts_grouped_rows.cuh"
 #include "experts_units_finish.cuh"
 
+typedef Ring<WEIGHTS_STAGES> Rings;  // of weights and inputs together
+
 // Of 32 pairs one half after the other, so that registers hold the sums of two products that follow one another.
 template <int N>
 constexpr int SLICES = N == 32 ? 2 : 1;
@@ -72,7 +74,7 @@ struct Products {
 };
 
 // The fence lets products see what copies of other threads have written.
-__device__ __forceinline__ void wait_for_stage(const Multiplier& own, const Ring<WEIGHTS_STAGES>& ring) {
+__device__ __forceinline__ void wait_for_stage(const Multiplier& own, const Rings& ring) {
   barrier_wait(own.full + 8 * ring.slot, ring.parity);
   shared_proxy_fence();
 }
@@ -84,7 +86,7 @@ __device__ __forceinline__ void free_stage(const Multiplier& own, int slot) {
 // Over all `tiles` of the ring. Products of one piece, a part by a slice, are under way while those of the piece before
 // are added up and the next part is decoded.
 template <int N>
-__device__ __forceinline__ void multiply(Sums<N>& sums, const Multiplier& own, Ring<WEIGHTS_STAGES>& ring, int tiles) {
+__device__ __forceinline__ void multiply(Sums<N>& sums, const Multiplier& own, Rings& ring, int tiles) {
   constexpr int PIECES = PARTS * SLICES<N>;
   Products<N> products[2];
   Part a[2];
@@ -131,7 +133,7 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const Multiplier& own, R
 }
 
 // Where the strip has no panel for the warpgroup.
-__device__ __forceinline__ void skip(const Multiplier& own, Ring<WEIGHTS_STAGES>& ring, int tiles) {
+__device__ __forceinline__ void skip(const Multiplier& own, Rings& ring, int tiles) {
   for (int tile = 0; tile < tiles; tile++, ring.advance()) {
     wait_for_stage(own, ring);
     free_stage(own, ring.slot);

@@ -17,34 +17,10 @@
 
 #include "experts_prefill_copy.cuh"
 #include "experts_prefill_finish.cuh"
+#include "experts_units_compute.cuh"
 #include "step.cuh"
 
 static_assert(sizeof(Shared) == SHARED_BYTES, "the selector knows another size");
-
-// What the warps that multiply do with a unit.
-struct ComputeUnit {
-  Shared& shared;
-  const Results& results;
-  const Multiplier own;
-  Rings rings;
-
-  template <int N>
-  __device__ __forceinline__ void operator()(const Unit& unit, Width<N>) {
-    const bool first = unit.kind == FIRST;
-    const int tiles = first ? TILES1 : TILES2;
-    const bool idle = PANELS2 % PANELS && !first && unit.strip * PANELS + own.panel >= PANELS2;
-    Sums<N> sums = {};
-    if (STREAM_ONLY || idle)
-      skip(own, rings, tiles);
-    else
-      multiply<N>(sums, own, rings, tiles);
-    if (first)
-      finish_h<N>(shared, sums, unit, own, results.h);
-    else if (!idle)
-      finish_parts<N>(sums, unit, own.panel * PANEL_ROWS + own.row_group * 16 + own.lane / 4, own.lane, 1 / H_MULTIPLIER,
-                      results.parts);
-  }
-};
 
 __device__ __forceinline__ void init_barriers(Shared& shared) {
   for (int i = 0; i < WEIGHTS_STAGES; i++) {

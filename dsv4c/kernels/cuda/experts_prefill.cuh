@@ -81,7 +81,7 @@ struct Shared {
 constexpr int WEIGHTS_TO_EMPTY = 8 * WEIGHTS_STAGES, INPUTS_TO_EMPTY = 8 * INPUTS_STAGES;
 
 // Of the inputs of the second projection; the selector has chosen it so that no input leaves the range of f16.
-constexpr float H_MULTIPLIER = H_SHIFT < 0 ? 1.0f / (1u << -(H_SHIFT)) : (float)(1u << (H_SHIFT));
+constexpr float H_TIMES = H_SHIFT < 0 ? 1.0f / (1u << -(H_SHIFT)) : (float)(1u << (H_SHIFT));
 
 // Counters in global memory, all zero before the launch: units of the first projection that are done, of each place;
 // parts of its inputs that are packed; units of the second projection that are done, of each strip; the next unit, and
