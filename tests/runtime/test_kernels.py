@@ -249,9 +249,7 @@ def expert_ids(tokens: int, k: int, experts: int, crowd: str) -> Tensor:
     return ids
 
 
-def rows_on_a_rounding_border(
-    x: Tensor, ids: Tensor, factors: Tensor, w13: Tensor, limit: float, group: int
-) -> Tensor:
+def rows_on_a_rounding_border(x: Tensor, ids: Tensor, factors: Tensor, w13: Tensor, limit: float, group: int) -> Tensor:
     """The rows of `moe_ffn` whose products another order of the sums may round to other e4m3 numbers: bool [T].
 
     w13 float32 [E, 2I, D]. Each gate and up is a sum of D products, off by up to two roundings of the sum of their
