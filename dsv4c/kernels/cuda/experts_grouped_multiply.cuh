@@ -25,51 +25,66 @@ struct Products {
     product_commit();
   }
 
-  // Behind the wait for them: adds them to the sums, multiplied by the scales of the inputs, and of the rows if
-  // separate.
-  __device__ __forceinline__ void finish(float (&sums)[N / 2], const RowScales& scales, SharedAddress input_scales,
-                                         int part, int slice) {
+  // Behind the wait for them.
+  __device__ __forceinline__ void keep() {
 #pragma unroll
     for (auto& block : d) keep_sums(block);
+  }
+};
+
+// Sums over a tile's columns, as far as they share the scales of the inputs: FP8 those of a part, FP4 those of all parts,
+// multiplied by the scales of the rows.
+template <int N>
+struct TileSums {
+  float of[N / 2];
+
+  static __device__ __forceinline__ bool whole(int part) { return FP8 || part == PARTS - 1; }
+
+  __device__ __forceinline__ void add(const Products<N>& products, const RowScales& scales, int part, int slice) {
+#pragma unroll
+    for (int block = 0; block < PART_BLOCKS; block++) {
 #if !FP8
-    scale_separately(scales, part);
+      const int q = part * PART_BLOCKS + block;
+      const float low = fp4_scale_of(scales.of[0], q), high = fp4_scale_of(scales.of[1], q);
 #endif
-    const int begin = slice * (SLICE<N> / 8), end = begin + SLICE<N> / 8;
+#pragma unroll
+      for (int i = 0; i < SLICE<N> / 2; i++) {
+        float& sum = of[slice * (SLICE<N> / 2) + i];
+        const float product = products.d[block][i];
+#if FP8
+        sum = product;
+#else
+        const float scale = i % 4 < 2 ? low : high;
+        sum = part || block ? fmaf(scale, product, sum) : scale * product;
+#endif
+      }
+    }
+  }
+
+  // Of a slice, multiplied by the scales of its inputs.
+  __device__ __forceinline__ void add_to(float (&sums)[N / 2], SharedAddress input_scales, int slice) const {
+    constexpr int EIGHTS = SLICE<N> / 8;
+    const int begin = slice * EIGHTS, end = begin + EIGHTS;
 #pragma unroll
     for (int j = begin; j < end; j++) {
       if (j % 2 == 1 && j > begin) continue;  // came with the eight before
       if (j % 2 == 0 && j + 1 < end) {
         const uint4 four = load_shared_16(input_scales + j * 8);
-        add_eight(sums, j, begin, four.x, four.y);
-        add_eight(sums, j + 1, begin, four.z, four.w);
+        add_eight(sums, j, four.x, four.y);
+        add_eight(sums, j + 1, four.z, four.w);
       } else {
         const uint2 two = load_shared_8(input_scales + j * 8);
-        add_eight(sums, j, begin, two.x, two.y);
+        add_eight(sums, j, two.x, two.y);
       }
     }
   }
 
  private:
-#if !FP8
-  __device__ __forceinline__ void scale_separately(const RowScales& scales, int part) {
+  // Eight pairs from 8 j on, two a lane.
+  __device__ __forceinline__ void add_eight(float (&sums)[N / 2], int j, u32 even_scale, u32 odd_scale) const {
 #pragma unroll
-    for (int block = 0; block < PART_BLOCKS; block++) {
-      const int q = part * PART_BLOCKS + block;
-      const float low = fp4_scale_of(scales.of[0], q), high = fp4_scale_of(scales.of[1], q);
-#pragma unroll
-      for (int i = 0; i < SLICE<N> / 2; i++) {
-        const float scale = i % 4 < 2 ? low : high;
-        d[0][i] = block ? fmaf(scale, d[block][i], d[0][i]) : scale * d[0][i];
-      }
-    }
-  }
-#endif
-
-  // Eight pairs from 8 j on, two a lane; d begins at 8 `begin`.
-  __device__ __forceinline__ void add_eight(float (&sums)[N / 2], int j, int begin, u32 even_scale, u32 odd_scale) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      sums[4 * j + i] = fmaf(bits_to_float(i % 2 ? odd_scale : even_scale), d[0][4 * (j - begin) + i], sums[4 * j + i]);
+    for (int i = 4 * j; i < 4 * j + 4; i++)
+      sums[i] = fmaf(bits_to_float(i % 2 ? odd_scale : even_scale), of[i], sums[i]);
   }
 };
 
@@ -89,6 +104,7 @@ template <int N>
 __device__ __forceinline__ void multiply(Sums<N>& sums, const Multiplier& own, Rings& ring, int tiles) {
   constexpr int PIECES = PARTS * SLICES<N>;
   Products<N> products[2];
+  TileSums<N> tile_sums;
   Part a[2];
   RowUnits units;
   RowScales scales, next;
@@ -97,7 +113,10 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const Multiplier& own, R
     decode(a[0], stage, 0);
   };
   const auto finish = [&](int piece, SharedAddress input_scales) {
-    products[piece % 2].finish(sums.of, scales, input_scales, piece / SLICES<N>, piece % SLICES<N>);
+    const int part = piece / SLICES<N>, slice = piece % SLICES<N>;
+    products[piece % 2].keep();
+    tile_sums.add(products[piece % 2], scales, part, slice);
+    if (TileSums<N>::whole(part)) tile_sums.add_to(sums.of, input_scales, slice);
   };
   wait_for_stage(own, ring);
   begin_tile(OwnStage(own, ring.slot));
