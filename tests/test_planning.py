@@ -106,6 +106,7 @@ def test_one_layer_a_kind_gives_the_plan_of_the_whole_model(name: str, numerics:
     config = config_of(CASES[name])
     weights = released_weights(expected_weights(config), config)
     recipe = Recipe.for_target("cpu", None).with_overrides(numerics=numerics)
+    recipe = replace(recipe, decode_buckets=(1, 4), mixed_buckets=(128,))
     check_against(plan_model(config, weights, recipe), whole_plan(config, weights, recipe))
 
 

@@ -20,6 +20,7 @@ _MAX_CONFIG_BYTES = 8 << 20
 # Of the released DSpark modules, for configs that do not say.
 _MARKOV_RANK = 256
 _ITEM_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
+_NO_FILE = Path()  # of tensors that are only assumed
 
 
 @dataclass(frozen=True)
@@ -143,4 +144,4 @@ def _scales(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> Stored
 
 
 def _stored(name: str, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
-    return StoredTensor(name, dtype, shape, Path(), 0, math.prod(shape) * _ITEM_BYTES[dtype])
+    return StoredTensor(name, dtype, shape, _NO_FILE, 0, math.prod(shape) * _ITEM_BYTES[dtype])
