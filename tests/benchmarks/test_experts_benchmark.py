@@ -100,3 +100,18 @@ def test_manifest_comes_back(tmp_path: Path) -> None:
     assert placed.operand("topology") is not None and placed.groups == 33
     # The lists' kernel writes what the experts' reads.
     assert set(names[:6]) <= {argument.name for argument in placed.calls[0].arguments}
+
+
+def test_the_other_kernel_beside_the_default() -> None:
+    choice = Choice(["flash", "pro"], ["fp4", "fp8"], ["striped"], [128, 256], 132, 4, True, False, [], stream_rows=256)
+    found = {one.variant.name: one for one in plan(choice)}
+    streamed = {name for name, one in found.items() if one.variant.kind == "stream"}
+    # Where a block of FP8 experts of Pro's width has no memory for it, there is none.
+    assert streamed == {f"{shape}-striped-topk-256-stream" for shape in ("flash-fp4", "flash-fp8", "pro-fp4")}
+    default, other = found["flash-fp4-striped-topk-256"], found["flash-fp4-striped-topk-256-stream"]
+    assert (default.variant.kernel, other.variant.kernel) == ("experts_grouped", "experts_stream")
+    # The lists are made for places of another size.
+    for one, tile in ((default, 32), (other, 16)):
+        assert {dict(call.variant.constants)["TILE"] for call in one.calls} == {tile}
+    floor = found["flash-fp4-striped-topk-256-stream-floor"].variant
+    assert floor.kind == "stream-floor" and not floor.has_results and other.variant.has_results

@@ -5,12 +5,17 @@ to its other side, which changes one input of the second projection by up to 1/1
 """
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4c.graph.topology import ExpertShapes, TopologyKind, place
+from dsv4c.kernels.registry import SELECTORS
+from dsv4c.kernels.select.placed_experts import select_placed_experts
+from dsv4c.kernels.select.selection import Selection
+from dsv4c.plan.execution_plan import KernelCall, Launch
 from tests.graph.expert_cases import expert_case
 from tests.kernels.comparison import assert_close
 from tests.kernels.runner import Runner, run_operator
@@ -146,6 +151,73 @@ def test_spaced_records_and_wider_rows(runner: Runner) -> None:
     for capacity in (8, 512):
         args = (wide[:, 24 : 24 + HIDDEN], *router, part, topology, inner, choices, scale, limit, group_sms)
         check(runner, args, capacity)
+
+
+@pytest.fixture
+def places_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of up to 256 rows stream the weights."""
+
+    def select(launch: Launch, selection: Selection) -> list[KernelCall]:
+        calls = select_placed_experts(launch, selection, stream_rows=256)
+        last = calls[-1].variant
+        assert (last.entry, dict(last.constants)["TILE"]) == ("experts_stream", 16)
+        return calls
+
+    monkeypatch.setitem(SELECTORS["sm_90a"], "placed_experts", select)
+
+
+def chosen(ids: list[list[int]], routing: str, **shapes: Any) -> tuple[object, ...]:
+    """The arguments of a step whose rows choose these experts, two each of 34."""
+    args = list(arguments(len(ids), count=34, choices=2, routing=routing, **shapes))
+    if routing == "hash":
+        args[3], args[4] = torch.tensor(ids), torch.arange(len(ids), dtype=torch.int32)
+    else:
+        logits = normal(len(ids), 34, seed=5) * 0.2
+        args[1] = logits.scatter_add(1, torch.tensor(ids), torch.full((len(ids), 2), 6.0))
+    return tuple(args)
+
+
+def rows_of(counts: list[int]) -> list[list[int]]:
+    """Choices of which each expert has as many; no row has one twice."""
+    pairs = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    half = len(pairs) // 2
+    assert len(pairs) == 2 * half and max(counts) <= half
+    return [list(row) for row in zip(pairs[:half], pairs[half:], strict=True)]
+
+
+@pytest.mark.parametrize(("routing", "storage"), [("score", "fp4"), ("hash", "fp8")])
+def test_places_of_16_pairs(runner: Runner, routing: str, storage: str, places_of_16: None) -> None:
+    check(runner, chosen(rows_of([1, 8, 9, 0, 15, 16, 17]), routing, storage=storage), capacity=136)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "storage"), [(384, 640, "fp8"), (1152, 128, "fp4"), (128, 384, "fp4"), (512, 640, "fp8")]
+)
+def test_widths_with_places_of_16_pairs(
+    runner: Runner, hidden: int, inner: int, storage: str, places_of_16: None
+) -> None:
+    """One expert has every row, in two places; tiles do not fill the warpgroups or the ring."""
+    ids = [[3, 4 + row % 3] for row in range(18)]
+    check(runner, chosen(ids, "score", hidden=hidden, inner=inner, storage=storage), capacity=129)
+
+
+@pytest.mark.parametrize("kind", ["pinned", "traced"])
+def test_topologies_with_places_of_16_pairs(runner: Runner, kind: TopologyKind, places_of_16: None) -> None:
+    shapes = ExpertShapes(34, HIDDEN, INNER)
+    counts = [expert * 37 % 11 for expert in range(34)] if kind == "traced" else None
+    table = torch.tensor([place(shapes, sms(runner), kind, 2, counts).table()], dtype=torch.int32)
+    check(runner, arguments(30, count=34, choices=2, topology=table, group_sms=2), capacity=136)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90a
+@pytest.mark.parametrize("storage", ["fp4", "fp8"])
+@pytest.mark.parametrize(("tokens", "capacity"), [(130, 192), (192, 192)])
+def test_flash_experts_with_places_of_16_pairs(
+    on_device: Runner, tokens: int, capacity: int, storage: str, places_of_16: None
+) -> None:
+    args = arguments(tokens, count=48, choices=2, hidden=4096, inner=2048, storage=storage)
+    check(on_device, args, capacity)
 
 
 @pytest.mark.gpu

@@ -16,8 +16,8 @@
 // finishes waits for its stores before it counts, which takes longer than a panel: so each has a panel of its own.
 //
 // Macros: FP8 (0: FP4), HIDDEN, INNER, EXPERTS, CHOICES, RECORD_BYTES (from one expert to the next), LIMIT, SMS, GROUPS
-// (of SMs that share places), TILE (pairs of a place: 8), ROWS (the bucket's), OUT_STRIDE, SLOTS (of the ring), HALVES
-// (1: the places are done in two halves), SHARED_BYTES; for measuring, STREAM_ONLY 1 leaves the products out.
+// (of SMs that share places), TILE (pairs of a place: 8 or 16), ROWS (the bucket's), OUT_STRIDE, SLOTS (of the ring),
+// HALVES (1: the places are done in two halves), SHARED_BYTES; for measuring, STREAM_ONLY 1 leaves the products out.
 #include "experts_stream_compute.cuh"
 #include "experts_stream_finish.cuh"
 #include "step.cuh"

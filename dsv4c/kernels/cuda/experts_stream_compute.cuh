@@ -17,12 +17,27 @@ struct ComputeWarp {
 // The four warps of a warpgroup.
 __device__ __forceinline__ void meet(const ComputeWarp& warp) { named_barrier(1 + warp.group, 128); }
 
+// Of one tile and the pairs that a lane has sums of: two of each eight.
+typedef uint2 InputScales[EIGHTS];
+
+__device__ __forceinline__ void load_input_scales(const ComputeWarp& warp, int slot, InputScales& scales) {
+#pragma unroll
+  for (int eight = 0; eight < EIGHTS; eight++)
+    scales[eight] = load_shared_8(warp.own_input_scales + (slot * TILE + eight * 8) * 4);
+}
+
+// Of element i of the sums.
+__device__ __forceinline__ float scale_of(const InputScales& scales, int i) {
+  return bits_to_float(i % 2 ? scales[i / 4].y : scales[i / 4].x);
+}
+
 // The row group of one tile, decoded, times the inputs of the tile.
 __device__ __forceinline__ void multiply_fp4(const ComputeWarp& warp, int ring_offset, SharedAddress empty, int slot,
                                              Sums& sums) {
   const uint4 codes[2] = {load_shared_16(warp.codes + ring_offset), load_shared_16(warp.codes + ring_offset + 512)};
   const uint2 scales = load_shared_8(warp.scales + ring_offset);
-  const uint2 input_scales = load_shared_8(warp.own_input_scales + slot * TILE * 4);
+  InputScales input_scales;
+  load_input_scales(warp, slot, input_scales);
   __syncwarp();
   if (warp.lane == 0) barrier_arrive(empty);
   u32 a[4][4];
@@ -32,20 +47,19 @@ __device__ __forceinline__ void multiply_fp4(const ComputeWarp& warp, int ring_o
     decode_fp4(q % 2 ? pair.z : pair.x, a[q][0], a[q][2]);
     decode_fp4(q % 2 ? pair.w : pair.y, a[q][1], a[q][3]);
   }
-  float d[4][4], scaled[4];
-  four_products(d, a, warp.operand + slot * 4 * BLOCK_STEP);
+  float d[4][TILE / 2], scaled[TILE / 2];
+  four_products<TILE>(d, a, warp.operand + slot * 4 * BLOCK_STEP<TILE>);
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     const float low = fp4_scale_of(scales.x, q), high = fp4_scale_of(scales.y, q);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float scale = i < 2 ? low : high;
+    for (int i = 0; i < TILE / 2; i++) {
+      const float scale = i % 4 < 2 ? low : high;
       scaled[i] = q ? fmaf(scale, d[q][i], scaled[i]) : scale * d[q][i];
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    sums[i] = fmaf(bits_to_float(i % 2 ? input_scales.y : input_scales.x), scaled[i], sums[i]);
+  for (int i = 0; i < TILE / 2; i++) sums[i] = fmaf(scale_of(input_scales, i), scaled[i], sums[i]);
 }
 
 __device__ __forceinline__ void multiply_fp8(const ComputeWarp& warp, int ring_offset, SharedAddress empty, int slot,
@@ -54,24 +68,23 @@ __device__ __forceinline__ void multiply_fp8(const ComputeWarp& warp, int ring_o
 #pragma unroll
   for (int q = 0; q < 4; q++) codes[q] = load_shared_16(warp.codes + ring_offset + 512 * q);
   const uint2 scales = load_shared_8(warp.scales + ring_offset);
-  const uint2 input_scales = load_shared_8(warp.own_input_scales + slot * TILE * 4);
+  InputScales input_scales;
+  load_input_scales(warp, slot, input_scales);
   __syncwarp();
   if (warp.lane == 0) barrier_arrive(empty);
   u32 a[4][4];
 #pragma unroll
   for (int q = 0; q < 4; q++) a[q][0] = codes[q].x, a[q][1] = codes[q].z, a[q][2] = codes[q].y, a[q][3] = codes[q].w;
   // Apart, though the four share their scales: in a chain the tensor cores keep fewer bits of the sum.
-  float d[4][4], sum[4];
-  four_products(d, a, warp.operand + slot * 4 * BLOCK_STEP);
+  float d[4][TILE / 2], sum[TILE / 2];
+  four_products<TILE>(d, a, warp.operand + slot * 4 * BLOCK_STEP<TILE>);
 #pragma unroll
   for (int q = 0; q < 4; q++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum[i] = q ? sum[i] + d[q][i] : d[q][i];
+    for (int i = 0; i < TILE / 2; i++) sum[i] = q ? sum[i] + d[q][i] : d[q][i];
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    sums[i] = fmaf(bits_to_float(i % 2 ? input_scales.y : input_scales.x) *
-                       bits_to_float(i < 2 ? scales.x : scales.y),
-                   sum[i], sums[i]);
+  for (int i = 0; i < TILE / 2; i++)
+    sums[i] = fmaf(scale_of(input_scales, i) * bits_to_float(i % 4 < 2 ? scales.x : scales.y), sum[i], sums[i]);
 }
 
 // A warp's part of a panel, handed over to the finishing warps.
@@ -81,8 +94,10 @@ __device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp&
   // Where the panels fill the ring a whole number of times, its slots are known to the compiler.
   constexpr bool WHOLE = SLOTS1 % SLOTS == 0 && SLOTS2 % SLOTS == 0;
   constexpr int PANEL_SLOTS = (TILES + WARPGROUPS - 1) / WARPGROUPS;
+  // More would spill the sums of 16 pairs, and then products wait for one another.
+  constexpr int UNROLLED = TILE == 8 ? SLOTS : 2;
   Sums sums = {};
-#pragma unroll SLOTS
+#pragma unroll UNROLLED
   for (int slot = 0; slot < PANEL_SLOTS; slot++) {
     const int at = WHOLE ? slot % SLOTS : ring.slot;
     const u32 parity = WHOLE ? ring.parity ^ (slot / SLOTS & 1) : ring.parity;
@@ -101,36 +116,45 @@ __device__ __forceinline__ void compute_panel(Shared& shared, const ComputeWarp&
   if (WHOLE) ring.parity ^= PANEL_SLOTS / SLOTS & 1;
 
   barrier_wait(&shared.finished[buffer.slot], buffer.parity ^ 1);
-  shared.sums[buffer.slot][warp.group * 4 + warp.row_group][warp.lane] = {sums[0], sums[1], sums[2], sums[3]};
+#pragma unroll
+  for (int eight = 0; eight < EIGHTS; eight++)
+    shared.sums[buffer.slot][warp.group * 4 + warp.row_group][eight][warp.lane] = {
+        sums[4 * eight], sums[4 * eight + 1], sums[4 * eight + 2], sums[4 * eight + 3]};
   __syncwarp();
   if (warp.lane == 0) barrier_arrive(&shared.computed[buffer.slot]);
   buffer.advance();
 }
 
-// The inputs of the first projection: rows of x that are e4m3 already. What is in the columns of pairs that the place
-// lacks does not matter.
+// The inputs of the first projection: rows of x that are e4m3 already. Eight pairs at a time, for which the registers
+// suffice. What is in the columns of pairs that the place lacks does not matter.
 __device__ __forceinline__ void load_x(Shared& shared, const ComputeWarp& warp, const Place& place, const u8* xq,
                                        const float* xs) {
-  constexpr int PIECES = TILE_COLUMNS / 16, EACH = (SLOTS1 * TILE * PIECES + 127) / 128;
+  constexpr int PIECES = TILE_COLUMNS / 16, EACH = (SLOTS1 * 8 * PIECES + 127) / 128;
   const int thread = warp.row_group * 32 + warp.lane;
-  uint4 values[EACH];
-  float scales[EACH];
-  // All loads are under way before the first is waited for.
+#pragma unroll 1
+  for (int eight = 0; eight < EIGHTS; eight++) {
+    if (eight && eight * 8 >= place.count) break;
+    uint4 values[EACH];
+    float scales[EACH];
+    // All loads are under way before the first is waited for.
 #pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const int at = i * 128 + thread, piece = at % PIECES, pair = min(at / PIECES % TILE, place.count - 1);
-    const int tile = min(at / (PIECES * TILE) * WARPGROUPS + warp.group, TILES1 - 1);
-    const int row = shared.pairs[place.first + pair] / CHOICES;
-    values[i] = *(const uint4*)(xq + (i64)row * HIDDEN + tile * TILE_COLUMNS + piece * 16);
-    scales[i] = xs[row * TILES1 + tile];
-  }
-  meet(warp);
+    for (int i = 0; i < EACH; i++) {
+      const int at = i * 128 + thread, piece = at % PIECES;
+      const int pair = min(eight * 8 + at / PIECES % 8, place.count - 1);
+      const int tile = min(at / (PIECES * 8) * WARPGROUPS + warp.group, TILES1 - 1);
+      const int row = shared.pairs[place.first + pair] / CHOICES;
+      values[i] = *(const uint4*)(xq + (i64)row * HIDDEN + tile * TILE_COLUMNS + piece * 16);
+      scales[i] = xs[row * TILES1 + tile];
+    }
+    if (eight == 0) meet(warp);
 #pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    const int at = i * 128 + thread, piece = at % PIECES, pair = at / PIECES % TILE, slot = at / (PIECES * TILE);
-    if (slot >= SLOTS1) break;
-    *(uint4*)(warp.inputs + slot * INPUT_BYTES + piece * HALF_BYTES + pair * 16) = values[i];
-    if (piece == 0) warp.input_scales[slot * TILE + pair] = scales[i];
+    for (int i = 0; i < EACH; i++) {
+      const int at = i * 128 + thread, piece = at % PIECES, slot = at / (PIECES * 8);
+      const int pair = eight * 8 + at / PIECES % 8;
+      if (slot >= SLOTS1) break;
+      *(uint4*)(warp.inputs + slot * INPUT_BYTES + piece * HALF_BYTES + pair * 16) = values[i];
+      if (piece == 0) warp.input_scales[slot * TILE + pair] = scales[i];
+    }
   }
   shared_proxy_fence();
   meet(warp);
@@ -189,13 +213,17 @@ __device__ __forceinline__ void load_h(const ComputeWarp& warp, const Place& pla
   if (warp.row_group == 0 && warp.lane == 0)
     while (load_acquire(counter) < (u32)PANELS1) pause(20);
   meet(warp);
-  // A warp has two pairs, half a warp each.
-  const int pair = warp.row_group * 2 + warp.lane / 16;
-  Columns columns;
-  load_columns(warp, pair < place.count ? h + (i64)(place.first + pair) * INNER : nullptr, columns);
+#pragma unroll 1
+  for (int eight = 0; eight < EIGHTS; eight++) {
+    if (eight && eight * 8 >= place.count) break;
+    // A warp has two pairs of the eight, half a warp each.
+    const int pair = eight * 8 + warp.row_group * 2 + warp.lane / 16;
+    Columns columns;
+    load_columns(warp, pair < place.count ? h + (i64)(place.first + pair) * INNER : nullptr, columns);
 #pragma unroll
-  for (int slot = 0; slot < SLOTS2; slot++)
-    if (slot * WARPGROUPS + warp.group < TILES2) round_columns(warp, columns[slot], slot, pair);
+    for (int slot = 0; slot < SLOTS2; slot++)
+      if (slot * WARPGROUPS + warp.group < TILES2) round_columns(warp, columns[slot], slot, pair);
+  }
   shared_proxy_fence();
   meet(warp);
 }

@@ -28,13 +28,19 @@ from dsv4c.plan.execution_plan import KernelCall, Launch, TensorRef
 from dsv4c.step_abi import DType
 
 # Rows that one block routes while the others round them: with more, it would be the last.
-ONE_LAUNCH_ROWS = 16
-ROW_THREADS = 256  # that route a row; also the fewest that make lists
+ONE_BLOCK_ROWS = 16
+# Of more, every block has some: one while each can have an SM, then as many as keep two blocks on an SM.
+ONE_ROW_ROWS = 128
+ROW_THREADS = 256  # of a row at least; also the fewest that make lists
+MOST_ROWS_THREADS = 512
 PLACE_INTS = 4  # of a Place in cuda/experts_packed.cuh
 
-# Buckets of more rows multiply by tiles: from there on experts have more than the pairs of a place.
+# Buckets of more rows multiply by tiles. 256 would let those of up to 256 rows stream the weights too, in places of 16
+# pairs: not measured yet, `--stream-rows` of tests/benchmarks/experts compares both.
 STREAM_ROWS = 128
-STREAM_TILE = 8
+# Buckets of more rows that stream the weights have the larger places.
+STREAM_SMALL_TILE_ROWS = 128
+STREAM_TILES = 8, 16
 STREAM_THREADS = 640
 # Rows up to which a block does the places in two halves: the second projection of one does not wait for its first.
 HALVES_ROWS = 8
@@ -87,6 +93,11 @@ class _Operands:
         """Of an expert, where all are chosen alike."""
         return tokens * self.choices / self.count
 
+    def usual_pairs(self, tokens: int) -> float:
+        """Most experts get no more of a random choice."""
+        average = self.average_pairs(tokens)
+        return average + 2 * math.sqrt(average)
+
     def places(self, pairs: int, tile: int) -> int:
         """The most places that pairs can make: one an expert hit, and one more for each full tile beyond."""
         hit = min(self.count, pairs)
@@ -95,7 +106,7 @@ class _Operands:
 
 @dataclass(frozen=True)
 class _Lists:
-    """What the first calls leave in scratch."""
+    """What the first call leaves in scratch."""
 
     tile: int  # pairs of a place
     weights: TensorRef
@@ -109,12 +120,12 @@ class _Lists:
     counters: TensorRef
 
 
-def select_placed_experts(launch: Launch, selection: Selection) -> list[KernelCall]:
+def select_placed_experts(launch: Launch, selection: Selection, stream_rows: int = STREAM_ROWS) -> list[KernelCall]:
     operands = _operands(launch, selection)
-    kernel = _kernel(operands, selection.tokens)
+    kernel = _kernel(operands, selection, stream_rows)
     lists = _lists(operands, selection, kernel)
-    first = _routing(operands, lists, selection)
-    return [*first, {"stream": _stream, "grouped": _grouped, "prefill": _prefill}[kernel](operands, lists, selection)]
+    routing = _routing(operands, lists, selection)
+    return [routing, {"stream": _stream, "grouped": _grouped, "prefill": _prefill}[kernel](operands, lists, selection)]
 
 
 SELECTORS: dict[str, Selector] = {"placed_experts": select_placed_experts}
@@ -122,18 +133,30 @@ SELECTORS: dict[str, Selector] = {"placed_experts": select_placed_experts}
 _Kernel = Literal["stream", "grouped", "prefill"]
 
 
-def _kernel(operands: _Operands, tokens: int) -> _Kernel:
-    if tokens <= STREAM_ROWS:
+def _kernel(operands: _Operands, selection: Selection, stream_rows: int) -> _Kernel:
+    tokens = selection.tokens
+    if tokens <= stream_rows and (tokens <= STREAM_SMALL_TILE_ROWS or _streams_large_places(operands, selection)):
         return "stream"
     return "grouped" if operands.average_pairs(tokens) <= GROUPED_PAIRS else "prefill"
 
 
+def _streams_large_places(operands: _Operands, selection: Selection) -> bool:
+    """Whether they hold what most experts get, and a block has the memory for them."""
+    return operands.usual_pairs(selection.tokens) <= STREAM_TILES[-1] and _stream_slots(operands, selection) is not None
+
+
 def _tile(operands: _Operands, kernel: _Kernel, tokens: int) -> int:
-    """Pairs of a place. In `experts_prefill` as many as most experts get of a random choice: a few have two places."""
-    if kernel != "prefill":
-        return STREAM_TILE if kernel == "stream" else GROUPED_TILE
-    average = operands.average_pairs(tokens)
-    return next((tile for tile in PREFILL_TILES if average + 2 * average**0.5 <= tile), PREFILL_TILES[-1])
+    """Pairs of a place. In `experts_prefill` as many as most experts get: a few have two places."""
+    if kernel == "stream":
+        return _stream_tile(tokens)
+    if kernel == "grouped":
+        return GROUPED_TILE
+    return next((tile for tile in PREFILL_TILES if operands.usual_pairs(tokens) <= tile), PREFILL_TILES[-1])
+
+
+def _stream_tile(tokens: int) -> int:
+    small, large = STREAM_TILES
+    return small if tokens <= STREAM_SMALL_TILE_ROWS else large
 
 
 def _operands(launch: Launch, selection: Selection) -> _Operands:
@@ -207,13 +230,12 @@ def _lists(operands: _Operands, selection: Selection, kernel: _Kernel) -> _Lists
     )
 
 
-def _routing(operands: _Operands, lists: _Lists, selection: Selection) -> list[KernelCall]:
-    """The calls that fill `lists`: one, or with many rows two."""
+def _routing(operands: _Operands, lists: _Lists, selection: Selection) -> KernelCall:
+    """The call that fills `lists`."""
     tokens, x = selection.tokens, operands.x
     by = operands.bias or operands.table
     assert by is not None
     router = (operands.logits, by, *([operands.token_ids] if operands.token_ids else []), x)
-    rounded = (lists.xq, lists.xs, lists.counters)
     macros: Macros = {
         "X_ROWS": tokens,
         "HIDDEN": operands.hidden,
@@ -230,31 +252,25 @@ def _routing(operands: _Operands, lists: _Lists, selection: Selection) -> list[K
         "ROW_COUNTERS": lists.row_counters,
         "MORE_COUNTERS": lists.more_counters,
     }
-    # Whoever makes the lists has a thread for every expert, and a warp for 32 pairs while there are some.
+    # Who makes the lists has a thread for every expert, and a warp for 32 pairs while there are some.
     threads = max(ROW_THREADS, _round_up(operands.count, 32))
-    if tokens <= ONE_LAUNCH_ROWS:
+    results = (lists.weights, lists.pairs, lists.places, lists.heads, lists.xq, lists.xs, lists.counters)
+    if tokens <= ONE_BLOCK_ROWS:
         threads = min(1024, max(threads, 256 * tokens))
         octets = tokens * operands.hidden // 8
-        variant = cuda_variant("experts_lists", "experts_lists", PART=0, THREADS=threads, **macros)
+        variant = cuda_variant("experts_lists", "experts_lists", BLOCK_ROWS=0, THREADS=threads, **macros)
         shared_bytes = 8 * tokens * operands.count + _histogram_bytes(operands, tokens, threads)
-        args = (
-            *router,
-            *operands.topologies,
-            *(lists.weights, lists.pairs, lists.places, lists.heads),
-            *rounded,
-        )
-        return [KernelCall(variant, (1 + ceil_div(octets, threads), 1, 1), threads, args, shared_bytes)]
-    threads = min(1024, max(threads, _round_up(tokens * operands.choices, 32)))
+        grid = (1 + ceil_div(octets, threads), 1, 1)
+        return KernelCall(variant, grid, threads, (*router, *operands.topologies, *results), shared_bytes)
+    rows = 1 if tokens <= ONE_ROW_ROWS else MOST_ROWS_THREADS // ROW_THREADS
+    threads = max(threads, rows * ROW_THREADS, min(MOST_ROWS_THREADS, _round_up(tokens * operands.choices, 32)))
+    threads = _round_up(threads, 32 * rows)
     ids = selection.scratch(DType.I32, tokens, operands.choices)
     f16 = int(lists.xq.dtype is DType.F16)
-    rows = cuda_variant("experts_lists", "experts_rows", PART=1, THREADS=ROW_THREADS, F16=f16, **macros)
-    places = cuda_variant("experts_lists", "experts_places", PART=2, THREADS=threads, **macros)
-    args = (ids, *operands.topologies, lists.pairs, lists.places, lists.heads, lists.counters)
+    variant = cuda_variant("experts_lists", "experts_rows", BLOCK_ROWS=rows, THREADS=threads, F16=f16, **macros)
     shared_bytes = _histogram_bytes(operands, tokens, threads)
-    return [
-        KernelCall(rows, (tokens, 1, 1), ROW_THREADS, (*router, ids, lists.weights, *rounded)),
-        KernelCall(places, (1, 1, 1), threads, args, shared_bytes, programmatic=True),
-    ]
+    args = (*router, *operands.topologies, ids, *results)
+    return KernelCall(variant, (ceil_div(tokens, rows), 1, 1), threads, args, shared_bytes)
 
 
 def _histogram_bytes(operands: _Operands, tokens: int, threads: int) -> int:
@@ -287,10 +303,15 @@ def _expert_args(operands: _Operands, lists: _Lists) -> tuple[TensorRef, ...]:
 
 def _stream(operands: _Operands, lists: _Lists, selection: Selection) -> KernelCall:
     slots = _stream_slots(operands, selection)
+    if slots is None:
+        raise PlanError(
+            f"experts of {operands.hidden} and {operands.inner} columns do not fit in the shared memory of a block",
+            hint='use the kernels of several launches: `[experts] layout = "checkpoint"` in the recipe',
+        )
     pairs = selection.tokens * operands.choices
     h = selection.scratch(DType.BF16, pairs, operands.inner)
     parts = selection.scratch(DType.F32, pairs, operands.hidden)
-    shared_bytes = _stream_bytes(operands, selection, lists.tile, slots)
+    shared_bytes = _stream_bytes(operands, selection.tokens, slots)
     macros = _expert_macros(operands, lists, selection)
     macros |= {"SLOTS": slots, "SHARED_BYTES": shared_bytes, "HALVES": int(selection.tokens <= HALVES_ROWS)}
     variant = cuda_variant("experts_stream", "experts_stream", **macros)
@@ -299,24 +320,23 @@ def _stream(operands: _Operands, lists: _Lists, selection: Selection) -> KernelC
     return KernelCall(variant, grid, STREAM_THREADS, args, shared_bytes, programmatic=True)
 
 
-def _stream_slots(operands: _Operands, selection: Selection) -> int:
-    """Of the ring: fewer where memory is short."""
+def _stream_slots(operands: _Operands, selection: Selection) -> int | None:
+    """Of the ring: fewer where memory is short, None where there is too little."""
     for slots in (STREAM_SLOTS, STREAM_SLOTS - 1, 2):
-        if _stream_bytes(operands, selection, STREAM_TILE, slots) <= selection.target.smem_per_block:
+        if _stream_bytes(operands, selection.tokens, slots) <= selection.target.smem_per_block:
             return slots
-    raise PlanError(
-        f"experts of {operands.hidden} and {operands.inner} columns do not fit in the shared memory of a block",
-        hint='use the kernels of several launches: `[experts] layout = "checkpoint"` in the recipe',
-    )
+    return None
 
 
-def _stream_bytes(operands: _Operands, selection: Selection, tile: int, slots: int) -> int:
+def _stream_bytes(operands: _Operands, tokens: int, slots: int) -> int:
     """The size of `Shared` in cuda/experts_stream.cuh, which compares it."""
+    tile = _stream_tile(tokens)
     columns = ceil_div(max(operands.hidden, operands.inner), 512)
-    pairs = selection.tokens * operands.choices
+    pairs = tokens * operands.choices
     inputs = 4 * columns * tile * (128 + 4)
     sums = STREAM_BUFFERS * 16 * (tile // 8) * 512
-    lists = operands.places(pairs, tile) * 16 + pairs * 4 + STRETCH_BYTES
+    pair_numbers = pairs * (4 if tile == 8 else 2)
+    lists = operands.places(pairs, tile) * 16 + _round_up(pair_numbers, 4) + STRETCH_BYTES
     barriers = 2 * (slots + STREAM_BUFFERS)
     used = slots * 4 * _tile_bytes(operands) + inputs + sums + lists
     return _round_up(_round_up(used, 8) + 8 * barriers, 16)

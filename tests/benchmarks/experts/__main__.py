@@ -34,6 +34,13 @@ def _add_compile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sm-count", type=int, default=132)
     parser.add_argument("--group-sms", type=int, default=4)
     parser.add_argument("--floor", action="store_true", help="also with the arithmetic left out, to time the stream")
+    parser.add_argument(
+        "--stream-rows",
+        type=int,
+        default=0,
+        metavar="ROWS",
+        help="buckets of up to so many rows also with experts_stream, where the build chooses another kernel",
+    )
     parser.add_argument("--several", action="store_true", help="also the launches that are replaced, to compare with")
     parser.add_argument(
         "--change",
@@ -59,6 +66,7 @@ def _compile(options: argparse.Namespace) -> int:
         options.floor,
         options.several,
         [parse_change(text) for text in options.change],
+        options.stream_rows,
     )
     return int(compile_variants(options.folder, choice) > 0)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = "experts.json"
+# The kind of variants that stream the weights where the selector would not.
+STREAMED = "stream"
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,25 @@ class Variant:
     routing: str  # topk, hash
     bucket: int
     kernel: str
-    kind: str  # product; the label of a change; floor (without arithmetic) and several, which are only timed
+    # product; stream; the label of a change, of the second behind `stream-`; floor (without arithmetic, also
+    # stream-floor) and several, which are only timed
+    kind: str
     record_bytes: int  # from one expert to the next
     groups: int
     sm_count: int
     scratch_bytes: int
     operands: tuple[Operand, ...]
-    calls: tuple[Call, ...]  # one or two that make the lists, then the experts'
+    calls: tuple[Call, ...]  # one that makes the lists, then the experts'
 
     @property
     def has_results(self) -> bool:
         """Whether they are compared with the reference."""
-        return self.kind not in ("floor", "several")
+        return self.kind not in ("floor", f"{STREAMED}-floor", "several")
+
+    @property
+    def of_few_buckets(self) -> bool:
+        """Whether its series is compiled for some buckets only: no need to measure steps of much fewer rows in it."""
+        return self.routing == "hash" or self.kind.partition("-")[0] == STREAMED
 
     @property
     def experts_call(self) -> Call:

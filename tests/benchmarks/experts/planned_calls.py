@@ -3,16 +3,18 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from dsv4c.graph.topology import ExpertShapes, TopologyKind, group_count, place
 from dsv4c.kernels.registry import SELECTORS
-from dsv4c.kernels.select.selection import Selection
+from dsv4c.kernels.select.placed_experts import STREAM_ROWS, select_placed_experts
+from dsv4c.kernels.select.selection import Selection, Selector
 from dsv4c.kernels.sources import KERNEL_FOLDER, KernelSources
 from dsv4c.plan.execution_plan import Arg, KernelCall, KernelVariant, Launch, TensorRef
 from dsv4c.step_abi import Dim, DType, LaunchFlag, Space
 from dsv4c.target import TARGETS
-from tests.benchmarks.experts.manifest import Argument, Operand, Shape, Variant
+from tests.benchmarks.experts.manifest import STREAMED, Argument, Operand, Shape, Variant
 from tests.benchmarks.experts.records import record_bytes
 
 TARGET = TARGETS["h100"]
@@ -52,6 +54,7 @@ class Choice:
     floor: bool
     several: bool  # also the launches that `placed_experts` replaces
     changes: Sequence[tuple[str, Change]]  # label, and macros of the experts' call; also `shared_bytes` and `block`
+    stream_rows: int = 0  # buckets of up to so many rows also with the kernel that streams the weights
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,8 @@ def _placed(
     if topology != "striped":
         operands.append(_topology(choice, shape, topology))
     refs = _place(operands)
-    selection = Selection(TARGET, choice.sm_count, bucket, _SPACING * len(operands))
     names = ("x", "logits", "bias", "table", "token_ids", "experts", "topology")
     scalars = (shape.inner, shape.choices, shape.scale, shape.limit, choice.group_sms)
-    calls = _select("placed_experts", selection, (*map(refs.get, names), *scalars), refs["out"])
     variant = Variant(
         name=f"{shape.name}-{weights}-{topology}-{routing}-{bucket}",
         shape=shape.name,
@@ -104,22 +105,36 @@ def _placed(
         topology=topology,
         routing=routing,
         bucket=bucket,
-        kernel=calls[-1].variant.entry,
+        kernel="",
         kind="product",
         record_bytes=stride,
         groups=group_count(topology, shape.experts, choice.sm_count, choice.group_sms),
         sm_count=choice.sm_count,
-        scratch_bytes=selection.scratch_bytes,
+        scratch_bytes=0,
         operands=tuple(operands),
         calls=(),
     )
-    planned = Planned(variant, calls, _name_arguments(calls, refs, selection.scratch_start))
-    yield planned
+
+    def planned(variant: Variant, stream_rows: int) -> Planned:
+        selection = Selection(TARGET, choice.sm_count, bucket, _SPACING * len(operands))
+        selector = partial(select_placed_experts, stream_rows=stream_rows)
+        calls = _select("placed_experts", selection, (*map(refs.get, names), *scalars), refs["out"], selector=selector)
+        variant = replace(variant, kernel=calls[-1].variant.entry, scratch_bytes=selection.scratch_bytes)
+        return Planned(variant, calls, _name_arguments(calls, refs, selection.scratch_start))
+
+    several = [planned(variant, STREAM_ROWS)]
+    if routing == "topk" and bucket <= choice.stream_rows:
+        streamed = planned(replace(variant, name=f"{variant.name}-{STREAMED}", kind=STREAMED), choice.stream_rows)
+        # It may be the same, or memory may not suffice.
+        if streamed.variant.kernel != several[0].variant.kernel:
+            several.append(streamed)
+    yield from several
     if routing == "topk":
-        if choice.floor and _has_macro(calls[-1].variant, _FLOOR_MACRO):
-            yield _changed(planned, "floor", {_FLOOR_MACRO: 1})
-        for label, change in choice.changes:
-            yield _changed(planned, label, change)
+        for one in several:
+            if choice.floor and _has_macro(one.calls[-1].variant, _FLOOR_MACRO):
+                yield _changed(one, "floor", {_FLOOR_MACRO: 1})
+            for label, change in choice.changes:
+                yield _changed(one, label, change)
 
 
 def _several(choice: Choice, shape: Shape, weights: str, bucket: int) -> Planned:
@@ -172,9 +187,11 @@ def _several(choice: Choice, shape: Shape, weights: str, bucket: int) -> Planned
     return Planned(variant, calls, _name_arguments(calls, refs, selection.scratch_start))
 
 
-def _select(name: str, selection: Selection, args: tuple[Arg, ...], *outputs: TensorRef) -> list[KernelCall]:
+def _select(
+    name: str, selection: Selection, args: tuple[Arg, ...], *outputs: TensorRef, selector: Selector | None = None
+) -> list[KernelCall]:
     launch = Launch(name, name, None, LaunchFlag(0), args, outputs, 0, 0)
-    return SELECTORS[TARGET.arch][name](launch, selection)
+    return (selector or SELECTORS[TARGET.arch][name])(launch, selection)
 
 
 def _changed(planned: Planned, label: str, change: Change) -> Planned:
@@ -187,7 +204,8 @@ def _changed(planned: Planned, label: str, change: Change) -> Planned:
         else:
             macros[name] = value
     call = replace(call, variant=replace(call.variant, constants=tuple(sorted(macros.items()))), **fields)
-    variant = replace(planned.variant, name=f"{planned.variant.name}-{label}", kind=label)
+    kind = label if planned.variant.kind == "product" else f"{planned.variant.kind}-{label}"
+    variant = replace(planned.variant, name=f"{planned.variant.name}-{label}", kind=kind)
     return Planned(variant, [*before, call], planned.arguments)
 
 

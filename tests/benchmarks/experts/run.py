@@ -142,8 +142,7 @@ def _fitting(variants: Iterable[Variant], tokens: int) -> list[Variant]:
         # A bucket of one row always has one.
         if variant.bucket >= (tokens or 2) and (key not in best or variant.bucket < best[key].bucket):
             best[key] = variant
-    # Hash routing is compiled for two buckets: no need to check it in a much larger one.
-    return [found for found in best.values() if found.routing != "hash" or found.bucket <= 2 * tokens]
+    return [found for found in best.values() if not found.of_few_buckets or found.bucket <= 2 * tokens]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
