@@ -26,7 +26,7 @@ from tests.kernels.device_kernels import Mode
 from tests.kernels.emulation import run_emulated
 from tests.kernels.interpreted import run_interpreted
 from tests.kernels.step_header import HEADER_BYTES, StepSizes, find_runs, pack_header
-from tests.kernels.step_memory import GUARD_BYTES, StepMemory, bits, view
+from tests.kernels.step_memory import GUARD_BYTES, POISON, StepMemory, bits, view
 
 assert OPERATOR_MODULES  # they register the operators
 
@@ -100,12 +100,16 @@ def run_first_calls(
     capacity: int | None = None,
     sm_count: int = 132,
     backwards: bool = False,
+    times: int = 1,
 ) -> tuple[list[KernelCall], Tensor]:
-    """All calls of the operator, and the memory after all but the last of them on the emulator: what they hand over."""
+    """All calls of the operator, and the memory after all but the last of them on the emulator: what they hand over.
+
+    `times`: so often, one after the other as the layers of a step, in scratch memory that is poisoned again.
+    """
     prepared = _prepare(name, args, None, None, capacity, sm_count, Dim.TOKENS)
     calls = prepared.calls
     prepared.calls = calls[:-1]
-    after, expected = _emulate(prepared, backwards), prepared.buffer.clone()
+    after, expected = _emulate(prepared, backwards, times), prepared.buffer.clone()
     start, end = prepared.scratch
     expected[start:end] = after[start:end]
     prepared.memory.check_untouched(expected, after)
@@ -267,14 +271,16 @@ def _header(prepared: _Prepared, base: int) -> bytes:
     return pack_header(prepared.sizes, *(base + ref.offset for ref in prepared.runs))
 
 
-def _emulate(prepared: _Prepared, backwards: bool) -> Tensor:
+def _emulate(prepared: _Prepared, backwards: bool, times: int = 1) -> Tensor:
     """The memory after the calls, in host memory."""
     buffer = prepared.memory.build(len(prepared.buffer))
     base = buffer.data_ptr()
     ctypes.memmove(base + prepared.header.offset, _header(prepared, base), HEADER_BYTES)
     bits(view(prepared.buffer, prepared.header, (HEADER_BYTES,))).copy_(view(buffer, prepared.header, (HEADER_BYTES,)))
-    for call in prepared.calls:
+    for index, call in enumerate(prepared.calls * times):
         assert call.cluster == 1, "the emulator has no clusters"
+        if index and index % len(prepared.calls) == 0:
+            buffer[slice(*prepared.scratch)] = POISON
         pointers = _pointers(call, prepared, base)
         if call.variant.language == "triton":
             run_interpreted(call.variant, call.grid, buffer, [pointer - base for pointer in pointers])

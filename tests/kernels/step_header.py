@@ -45,7 +45,7 @@ def find_runs(slots: Sequence[int], positions: Sequence[int]) -> Runs:
 
 
 def pack_header(sizes: StepSizes, first: int, begin: int, length: int, rows: int) -> bytes:
-    """The bytes of a StepHeader; the runs are given by their addresses."""
+    """The bytes of a StepHeader, nobody arrived; the runs are given by their addresses."""
     numbers = (sizes.tokens, sizes.logits_rows, sizes.slots, sizes.blocks, sizes.table_width, int(sizes.has_mask), 0, 0)
     data = struct.pack(_FORMAT, *numbers, first, begin, length, rows)
     assert len(data) == HEADER_BYTES

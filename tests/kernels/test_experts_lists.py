@@ -1,4 +1,4 @@
-"""What the first calls of placed_experts hand over: the router's weights, lists by expert, rounded inputs, zeros."""
+"""What the first call of placed_experts hands over: the router's weights, lists by expert, rounded inputs, zeros."""
 
 from dataclasses import dataclass
 
@@ -118,11 +118,13 @@ def expected_places(
 
 
 def check(
-    made: Case, capacity: int | None = None, sm_count: int = 8, placed: Topology | None = None
+    made: Case, capacity: int | None = None, sm_count: int = 8, placed: Topology | None = None, times: int = 1
 ) -> list[KernelCall]:
+    # The last block that is done is that of the last rows, or of the first. Nothing but scratch memory may have changed
+    # afterwards, the header's counter neither.
     for backwards in (False, True):
         calls, after = run_first_calls(
-            "placed_experts", *made.arguments, capacity=capacity, sm_count=sm_count, backwards=backwards
+            "placed_experts", *made.arguments, capacity=capacity, sm_count=sm_count, backwards=backwards, times=times
         )
         xq, xs, weights, pairs, places, heads = calls[-1].args[:6]
         counters = calls[-1].args[-2]
@@ -173,10 +175,22 @@ def test_lists_by_token_id(tokens: int, experts: int, choices: int) -> None:
 
 def test_full_buckets() -> None:
     """Every row of the bucket is of the step."""
-    for tokens, entries in ((1, 1), (16, 1), (256, 2)):
+    for tokens in (1, 16, 17, 256):
         calls = check(case(tokens, 64, 6), capacity=tokens)
-        assert len(calls) == entries + 1
-        assert [call.programmatic for call in calls] == [False] + [True] * entries
+        assert [call.programmatic for call in calls] == [False, True]
+
+
+def test_the_last_block_has_no_rows() -> None:
+    """Blocks of two rows: one with a row that the bucket does not have, and some with none of the step's."""
+    for tokens, capacity in ((129, 129), (3, 129), (0, 130)):
+        rows, _ = check(case(tokens, 64, 6), capacity)
+        assert rows.grid == (65, 1, 1) and dict(rows.variant.constants)["BLOCK_ROWS"] == 2
+
+
+def test_layers_of_a_step() -> None:
+    """The counter of the step's header is as at first for the next launch."""
+    for tokens, capacity in ((20, 32), (100, 256), (7, 1024)):
+        check(case(tokens, 64, 6), capacity, times=2)
 
 
 @pytest.mark.parametrize("capacity", [16, 128, 1024])

@@ -1,7 +1,7 @@
 // placed_experts, before its experts: the router, the lists of pairs by expert, x in e4m3, counters at zero. With few
-// rows one launch does it all (PART 0): its first block routes and makes the lists, the others round x. With more, a
-// block a row routes and rounds (PART 1), and one block of the next launch makes the lists (PART 2). Macros:
-//   PART                      0 experts_lists, 1 experts_rows, 2 experts_places
+// rows the first block routes and makes the lists, the others round x (experts_lists). With more, every block routes
+// and rounds some rows, and the last one that is done makes the lists (experts_rows). Macros:
+//   BLOCK_ROWS                rows of a block of experts_rows; 0 for experts_lists
 //   X_ROWS                    rows of the bucket
 //   HIDDEN, X_STRIDE, VECTOR  x bf16 [T, HIDDEN], elements between rows; 1: 16 bytes of it can be loaded at once
 //   EXPERTS, LOGITS_STRIDE    logits float [T, EXPERTS]
@@ -10,9 +10,10 @@
 //                             0: by token id, `by` is a table i64 [V, CHOICES], token_ids int [T]
 //   TILE, GROUPS, MORE_COUNTERS  of the lists (place_lists.cuh)
 //   ROW_COUNTERS              counters of a row, HIDDEN / 64 or none
-//   F16                       of PART 1: x in f16 instead, for experts_grouped.cu
-//   THREADS                   of a block
+//   F16                       of experts_rows: x in f16 instead, for experts_prefill.cu
+//   THREADS                   of a block; its rows share them evenly
 // Results:
+//   ids int [T, CHOICES]      of experts_rows: what the last block makes the lists of
 //   weights float [T, CHOICES], list int [P], places int4 [PLACES], heads int [GROUPS + 1] (place_lists.cuh)
 //   xq e4m3 [T, HIDDEN]       of 32 columns, byte p < 16 is column 8 * (p / 4) + p % 4, byte 16 + p the one 4 behind it
 //   xs float [T, HIDDEN/128]  their scales, powers of two
@@ -27,7 +28,8 @@
 #include "routing.cuh"
 #include "step.cuh"
 
-#if PART != 2
+constexpr int ROW_THREADS = THREADS / (BLOCK_ROWS ? BLOCK_ROWS : 1);  // of experts_rows, those of a row
+
 constexpr int OCTETS = HIDDEN / 8;      // of a row: a thread rounds eight columns
 constexpr int SCALE_OCTETS = 128 / 8;   // that share a scale
 constexpr int COUNTER_OCTETS = 64 / 8;  // and a counter
@@ -85,22 +87,30 @@ __device__ __forceinline__ void round_octet(const Octet& octet, int index, bool 
   if (ROW_COUNTERS && index % COUNTER_OCTETS == 0) to.counters[index / COUNTER_OCTETS] = 0;
 }
 
-#if PART == 1 && F16
-// A block's row, as f16. What brings the columns of its largest scale to the top of f16's range is the row's multiplier:
-// other scales may be 2^22 smaller before anything is lost.
+#if BLOCK_ROWS && F16
+// A row, as f16. What brings the columns of its largest scale to the top of f16's range is the row's multiplier: other
+// scales may be 2^22 smaller before anything is lost. All threads of the block come.
 template <int Own>
 __device__ __forceinline__ void round_row(const Octet (&octets)[Own], int row, bool valid, const Rounded& to) {
   constexpr float LARGEST = 128.0f;  // times 448, the largest code
+  constexpr int ROW_WARPS = ROW_THREADS / LANES;
   __shared__ float partial[THREADS / LANES];
+  const int warp = (int)threadIdx.x / LANES, thread = (int)threadIdx.x % ROW_THREADS;
   float largest = 0;
 #pragma unroll
   for (int i = 0; i < Own; i++) largest = fmaxf(largest, Codes(octets[i]).scale);
-  const float multiplier = LARGEST * inverse_power(block_max<THREADS / LANES>(largest, partial));
-  if (valid && threadIdx.x == 0) to.xs[row] = multiplier;
+  largest = warp_max(largest);
+  if (thread % LANES == 0) partial[warp] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int other = 0; other < ROW_WARPS; other++)
+    largest = fmaxf(largest, partial[warp / ROW_WARPS * ROW_WARPS + other]);
+  const float multiplier = LARGEST * inverse_power(largest);
+  if (valid && thread == 0) to.xs[row] = multiplier;
 #pragma unroll
   for (int i = 0; i < Own; i++) {
     const Codes codes(octets[i]);
-    const int own = i * THREADS + (int)threadIdx.x;
+    const int own = i * ROW_THREADS + thread;
     if (!valid || own >= OCTETS) continue;
     const u32 scale = twice_f16(codes.scale * multiplier);
     u32* const at = (u32*)(to.xq + ((i64)row * HIDDEN + own / 4 * 32) * 2) + own % 4;
@@ -131,17 +141,18 @@ struct Candidates {
   float* values;  // that their weights come from: BIASED scores, else logits
 };
 
-// The candidates of Rows rows from `first_row` on, first a thread's part in registers. Rows up to X_ROWS can be read;
-// what is beyond those of the step is of no use.
-template <int Rows>
+// The candidates of Rows rows from `first_row` on, first the part of a thread of Threads in registers. Rows up to
+// X_ROWS can be read; what is beyond those of the step is of no use.
+template <int Rows, int Threads>
 struct Staging {
-  static constexpr int COUNT = Rows * EXPERTS, OWN = (COUNT + THREADS - 1) / THREADS;
+  static constexpr int COUNT = Rows * EXPERTS, OWN = (COUNT + Threads - 1) / Threads;
+  int thread;
   float logits[OWN], biases[OWN];
 
-  __device__ __forceinline__ Staging(const Router& router, int first_row) {
+  __device__ __forceinline__ Staging(const Router& router, int first_row, int thread) : thread(thread) {
 #pragma unroll
     for (int own = 0; own < OWN; own++) {
-      const int index = min(own * THREADS + (int)threadIdx.x, COUNT - 1);
+      const int index = min(own * Threads + thread, COUNT - 1);
       logits[own] = router.logits[(i64)(first_row + index / EXPERTS) * LOGITS_STRIDE + index % EXPERTS];
 #if BIASED
       biases[own] = to_float(router.by[index % EXPERTS]);
@@ -157,7 +168,7 @@ struct Staging {
   __device__ __forceinline__ void write(const Candidates& to) const {
 #pragma unroll
     for (int own = 0; own < OWN; own++) {
-      const int index = own * THREADS + (int)threadIdx.x;
+      const int index = own * Threads + thread;
       if (index >= COUNT) break;
       const float value = BIASED ? score_of(logits[own]) : logits[own];
       to.values[index] = value;
@@ -189,13 +200,10 @@ __device__ __forceinline__ void route_row(const Router& router, int row, const C
   __syncwarp();
   if (lane < CHOICES) weights[(i64)row * CHOICES + lane] = weight_of<CHOICES>(scores, lane, (float)SCALE);
 }
-#endif
 
-#if PART != 1
-static_assert(EXPERTS <= THREADS && GROUPS + 1 <= THREADS && THREADS % LANES == 0);  // place_lists.cuh
-#endif
+static_assert(EXPERTS <= THREADS && GROUPS + 1 <= THREADS && ROW_THREADS % LANES == 0);  // place_lists.cuh
 
-#if PART == 0
+#if !BLOCK_ROWS
 // Dynamic shared memory: keys and values of the candidates of all rows, then the histograms.
 constexpr int CANDIDATES = X_ROWS * EXPERTS;
 static_assert(X_ROWS <= THREADS / LANES);
@@ -231,7 +239,7 @@ experts_lists(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ 
   u32* const histograms = (u32*)shared + 2 * CANDIDATES;
   const Router router = ROUTER;
   const Rank rank(TOPOLOGY);
-  Staging<X_ROWS>(router, 0).write(candidates);
+  Staging<X_ROWS, THREADS>(router, 0, thread).write(candidates);
   clear_histograms(histograms);
   __syncthreads();
   const int row = thread / LANES;
@@ -244,64 +252,74 @@ experts_lists(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ 
 }
 #endif
 
-#if PART == 1
-extern "C" __global__ void __launch_bounds__(THREADS)
+#if BLOCK_ROWS
+// Whether this block is the last one to come here; what the others wrote before is there for it. `arrivals` is zero
+// before the launch and behind it. Nobody else counts there meanwhile: a session has a header and a stream of its own,
+// in which only the experts' launch may start early, and that one waits for the whole grid. All threads come.
+__device__ __forceinline__ bool arrives_last(u32* arrivals) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = fetch_add_acq_rel(arrivals, 1) == gridDim.x - 1;
+    if (last) *arrivals = 0;  // for the next launch
+  }
+  __syncthreads();
+  return last;
+}
+
+// Dynamic shared memory: the histograms. `ids` without __restrict__: other blocks write them in this launch. Where
+// there are more blocks than SMs, two are to fit on one.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_ROWS > 1 ? 2 : 1)
 experts_rows(const float* __restrict__ logits, const CHOICE_TYPE* __restrict__ by,
 #if !BIASED
              const int* __restrict__ token_ids,
 #endif
-             const bf16* __restrict__ x, int* __restrict__ ids, float* __restrict__ weights, u8* __restrict__ xq,
-             float* __restrict__ xs, u32* __restrict__ counters, const StepHeader* __restrict__ step) {
+             const bf16* __restrict__ x,
+#if GROUPS > 1
+             const int* __restrict__ topology,
+#endif
+             int* ids, float* __restrict__ weights, int* __restrict__ list, Place* __restrict__ places,
+             int* __restrict__ heads, u8* __restrict__ xq, float* __restrict__ xs, u32* __restrict__ counters,
+             StepHeader* step) {
   launch_dependents();
-  __shared__ __align__(16) u32 keys[EXPERTS];
-  __shared__ float values[EXPERTS];
-  __shared__ int chosen[CHOICES];
-  __shared__ float scores[CHOICES];
-  const int thread = (int)threadIdx.x, row = (int)blockIdx.x;
-  const bool valid = row < step->tokens;
+  DYNAMIC_SHARED(shared);
+  __shared__ __align__(16) u32 keys[BLOCK_ROWS][EXPERTS];
+  __shared__ float values[BLOCK_ROWS][EXPERTS];
+  __shared__ int chosen[BLOCK_ROWS][CHOICES];
+  __shared__ float scores[BLOCK_ROWS][CHOICES];
+  const int thread = (int)threadIdx.x % ROW_THREADS, own_row = (int)threadIdx.x / ROW_THREADS;
+  const int row = (int)blockIdx.x * BLOCK_ROWS + own_row, readable_row = min(row, X_ROWS - 1);
+  const int tokens = step->tokens;
+  const bool valid = row < tokens;
   const Router router = ROUTER;
-  const Staging<1> staging(router, row);
-  constexpr int OWN_OCTETS = (OCTETS + THREADS - 1) / THREADS;
+  const Rank rank(TOPOLOGY);
+  const Staging<1, ROW_THREADS> staging(router, readable_row, thread);
+  constexpr int OWN_OCTETS = (OCTETS + ROW_THREADS - 1) / ROW_THREADS;
   Octet octets[OWN_OCTETS] = {};
 #pragma unroll
   for (int i = 0; i < OWN_OCTETS; i++) {
-    const int own = i * THREADS + thread;
-    if (own < OCTETS) octets[i] = load_octet(x + (i64)row * X_STRIDE + own * 8);
+    const int own = i * ROW_THREADS + thread;
+    if (own < OCTETS) octets[i] = load_octet(x + (i64)readable_row * X_STRIDE + own * 8);
   }
 #if F16
   round_row(octets, row, valid, {xq, xs, counters});
 #else
 #pragma unroll
   for (int i = 0; i < OWN_OCTETS; i++) {
-    const int own = i * THREADS + thread;
+    const int own = i * ROW_THREADS + thread;
     round_octet(octets[i], row * OCTETS + own, valid && own < OCTETS, {xq, xs, counters + PLACES + MORE_COUNTERS});
   }
 #endif
-  staging.write({keys, values});
+  staging.write({keys[own_row], values[own_row]});
   __syncthreads();
-  if (!valid || thread >= LANES) return;
-  route_row(router, row, {keys, values}, chosen, scores, weights);
-  if (thread < CHOICES) ids[(i64)row * CHOICES + thread] = chosen[thread];
-}
-#endif
-
-#if PART == 2
-// `ids` without __restrict__: they come from a launch that may still be under way, so that they must not be read early.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-experts_places(const int* ids,
-#if GROUPS > 1
-               const int* __restrict__ topology,
-#endif
-               int* __restrict__ list, Place* __restrict__ places, int* __restrict__ heads, u32* __restrict__ counters,
-               const StepHeader* __restrict__ step) {
-  launch_dependents();
-  DYNAMIC_SHARED(shared);
+  if (valid && thread < LANES) {
+    route_row(router, row, {keys[own_row], values[own_row]}, chosen[own_row], scores[own_row], weights);
+    if (thread < CHOICES) ids[(i64)row * CHOICES + thread] = chosen[own_row][thread];
+  }
+  if (!arrives_last(&step->arrivals)) return;
   u32* const histograms = (u32*)shared;
-  const Rank rank(TOPOLOGY);
-  const int pairs = step->tokens * CHOICES;
   clear_histograms(histograms);
   __syncthreads();
-  wait_for_launch_before();
-  list_places(ids, pairs, rank, histograms, {list, places, heads, counters});
+  list_places(ids, tokens * CHOICES, rank, histograms, {list, places, heads, counters});
 }
 #endif

@@ -66,7 +66,9 @@ class Runs:
         self.program = program
         self.scratch = poisoned(program.variant.scratch_bytes)
         self.out = poisoned(program.out.nbytes - GUARD_BYTES)
-        self.launchers: list[Launcher] = program.launchers(inputs.routed, self.scratch, self.out)
+        self.launchers: list[Launcher] = program.launchers(
+            inputs.routed, self.scratch, self.out, header=program.header.clone()
+        )
         self._regions = {name: program.region(name, self.scratch) for name in LIST_NAMES}
         self._contents = None if program.has_lists else program.list_contents(inputs.routing, inputs.x)
 

@@ -52,7 +52,7 @@ class Program:
         self.variant, self.shape, self.records, self.tokens = variant, shape, layer.records, tokens
         self.bias = layer.bias
         self._functions = [_function(layer.folder, call) for call in variant.calls]
-        # T, R, S, B, M, no mask; no kernel here reads the runs.
+        # T, R, S, B, M, no mask, nobody arrived; no kernel here reads the runs.
         header = struct.pack("<8i4Q", tokens, tokens, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0)
         assert len(header) == HEADER_BYTES
         self.header = torch.frombuffer(bytearray(header), dtype=torch.uint8).cuda()
@@ -84,10 +84,13 @@ class Program:
         scratch: Tensor | None = None,
         out: Tensor | None = None,
         lists: Mapping[str, Tensor] | None = None,
+        header: Tensor | None = None,
     ) -> list[Launcher]:
         """Of the calls in order. `routed`: logits, and token_ids and table with hash routing. `lists`: in other memory
-        than the scratch's."""
+        than the scratch's. `header`: of its own for a step that runs beside others, since the blocks of a launch count
+        in it."""
         scratch = self.scratch if scratch is None else scratch
+        header = self.header if header is None else header
         operands = {**self.fixed, **routed, "x": self.x, "out": self.out if out is None else out}
         found = []
         for call, function in zip(self.variant.calls, self._functions, strict=True):
@@ -101,7 +104,7 @@ class Program:
                 else:
                     memory = scratch
                 pointers.append(memory.data_ptr() + argument.offset)
-            pointers.append(self.header.data_ptr())
+            pointers.append(header.data_ptr())
             found.append(Launcher(function, call.grid, call.block, call.shared_bytes, pointers, call.programmatic))
         return found
 

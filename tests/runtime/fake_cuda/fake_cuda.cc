@@ -248,7 +248,7 @@ Result execute(const FunctionObject& function, const std::vector<DeviceAddress>&
   std::vector<int32_t> runs;
   if (!header) return kIllegalAddress;
   std::memcpy(&step, header, sizeof step);
-  if (!read_runs(step, &runs)) return kIllegalAddress;
+  if (step.arrivals != 0 || !read_runs(step, &runs)) return kIllegalAddress;
   for (size_t i = pointers + 1; i < parameters.size(); ++i)
     if (parameters[i] != 0) return kIllegalAddress;
   std::vector<dsv4c_testing_arg> arguments(function.arguments.size());

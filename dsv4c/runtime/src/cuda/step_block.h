@@ -17,7 +17,8 @@ struct StepHeader {
   int32_t blocks;
   int32_t table_width;
   int32_t has_mask;
-  int32_t reserved[2];
+  uint32_t arrivals;
+  int32_t reserved;
   DeviceAddress run_first;
   DeviceAddress run_begin;
   DeviceAddress run_length;
@@ -27,6 +28,7 @@ static_assert(sizeof(StepHeader) == 64);
 static_assert(offsetof(StepHeader, tokens) == 0 && offsetof(StepHeader, logits_rows) == 4);
 static_assert(offsetof(StepHeader, slots) == 8 && offsetof(StepHeader, blocks) == 12);
 static_assert(offsetof(StepHeader, table_width) == 16 && offsetof(StepHeader, has_mask) == 20);
+static_assert(offsetof(StepHeader, arrivals) == 24);
 static_assert(offsetof(StepHeader, run_first) == 32 && offsetof(StepHeader, run_begin) == 40);
 static_assert(offsetof(StepHeader, run_length) == 48 && offsetof(StepHeader, run_rows) == 56);
 
