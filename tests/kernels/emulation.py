@@ -28,7 +28,7 @@ FLAGS = (
     *("-std=c++17", "-Og", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-w"),
     # The kernels view memory as other types; a product is not contracted into a sum unless they say so.
     *("-fno-strict-aliasing", "-ffp-contract=off"),
-    # A misaligned access, which a GPU refuses, becomes an illegal instruction, which block.h reports.
+    # A misaligned access, which a GPU refuses, becomes an illegal instruction, which grid.cc reports.
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
 )
 # Every kernel comes behind this one, precompiled, and is linked to what the emulator's own sources make.
@@ -99,8 +99,14 @@ def _compile(compiler: str, source: str, folders: tuple[Path, ...], path: Path) 
         unit.write_text(source, encoding="utf-8")
         includes = [f"-I{folder}" for folder in (emulator, EMULATOR, *folders)]
         objects = [str(emulator / f"{file.stem}.o") for file in _emulator_sources()]
-        _run([compiler, *FLAGS, *includes, str(unit), *objects, "-o", str(built)], source)
+        _run([compiler, *FLAGS, *_linker(), *includes, str(unit), *objects, "-o", str(built)], source)
         built.replace(path)  # whole or not at all: tests run in several processes
+
+
+@functools.cache
+def _linker() -> tuple[str, ...]:
+    """The option for a faster linker where there is one."""
+    return ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
 
 
 @functools.cache

@@ -1,30 +1,23 @@
 // A block of threads: they are fibers, and a warp runs until all its lanes wait. Lanes meet in `exchange`, which every
-// warp function is made of. A meeting that some thread never joins is an error with the line it waits at (grid.h).
+// warp function is made of. A meeting that some thread never joins is an error with the line it waits at (grid.cc).
 #pragma once
 
 #include <sys/mman.h>
 
-#include <cstdarg>
-#include <cstdio>
 #include <cstring>
 #include <deque>
 #include <memory>
 #include <vector>
 
+#include "device.h"
 #include "fiber.h"
 
 namespace emulate {
 
-constexpr unsigned LANES = 32;
 constexpr unsigned GROUP = 4 * LANES;  // threads of a warpgroup
 constexpr unsigned NAMED_BARRIERS = 16;
-constexpr size_t SLOT_BYTES = 64;  // largest value of a lane in an exchange
 constexpr size_t GUARD_BYTES = 256;
 constexpr unsigned char POISON = 0xFF;  // NaN in every float type
-
-struct Index3 {
-  unsigned x = 0, y = 0, z = 0;
-};
 
 enum class State { READY, AT_BLOCK, AT_WARP, AT_BARRIER, AT_NAMED_BARRIER, AT_PRODUCT, AT_COUNTER, EXITED };
 
@@ -65,7 +58,7 @@ struct Warp {
   Meeting meetings[LANES];
 };
 
-// An mbarrier (shared_barriers.h). Its eight bytes of shared memory hold a mark, by which it is found.
+// An mbarrier (shared_barriers.cc). Its eight bytes of shared memory hold a mark, by which it is found.
 struct SharedBarrier {
   unsigned long long* place = nullptr;
   unsigned expected = 0, missing = 0;  // arrivals of a phase, those still to come
@@ -93,7 +86,7 @@ struct NamedBarrier {
   std::vector<unsigned> waiting;
 };
 
-// Products of four warps (warpgroup.h).
+// Products of four warps (warpgroup.cc).
 struct ProductOperands {
   float* d;
   unsigned a[4];
@@ -152,50 +145,15 @@ struct Block {
 // What runs now.
 inline Context scheduler;
 inline Block* running = nullptr;
-inline unsigned current = 0;  // thread of it
-inline Index3 thread_index, block_index, block_size, grid_size;
-inline unsigned char* dynamic_shared = nullptr;
 inline size_t dynamic_shared_bytes = 0;
 inline bool reversed = false;
 inline bool failed = false;
-inline char message[4096];
 inline size_t message_bytes = 0;
-inline void (*body)() = nullptr;
-
-inline void append(const char* format, va_list args) {
-  const int added = std::vsnprintf(message + message_bytes, sizeof message - message_bytes, format, args);
-  message_bytes += added;
-  if (message_bytes >= sizeof message) message_bytes = sizeof message - 1;
-}
-inline void append(const char* format, ...) __attribute__((format(printf, 1, 2)));
-inline void append(const char* format, ...) {
-  va_list args;
-  va_start(args, format);
-  append(format, args);
-  va_end(args);
-}
-
-// The first fault is the launch's error.
-inline void report(const char* format, ...) __attribute__((format(printf, 1, 2)));
-inline void report(const char* format, ...) {
-  if (failed) return;
-  failed = true;
-  message_bytes = 0;
-  append("block (%u, %u, %u): ", block_index.x, block_index.y, block_index.z);
-  va_list args;
-  va_start(args, format);
-  append(format, args);
-  va_end(args);
-}
+void append(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 inline Thread& self() { return running->threads[current]; }
 
 inline void leave() { switch_context(self().context, scheduler); }
-
-// Ends the launch from within a thread.
-[[noreturn]] inline void stop() {
-  for (;;) leave();
-}
 
 inline void stop_if_failed() {
   if (failed) stop();
@@ -225,104 +183,5 @@ inline void run_thread() {
 }
 
 inline bool same(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
-
-inline unsigned lane() { return current % LANES; }
-
-typedef unsigned char Slot[SLOT_BYTES];
-
-// Publishes `value` to the lanes of `mask` and returns the slots of all, once all have come. The last one calls
-// `finish` on them, which may put results there. The slots stay until the second exchange after this one.
-template <typename T, typename F>
-const Slot* exchange(unsigned mask, const T& value, const char* what, int line, F finish) {
-  static_assert(sizeof(T) <= SLOT_BYTES);
-  std::vector<Thread>& threads = running->threads;
-  Thread& self = threads[current];
-  const unsigned bit = 1u << lane();
-  if (!(mask & bit)) {
-    report("%s at line %d: thread %u is not in its own mask 0x%08X", what, line, current, mask);
-    stop();
-  }
-  const unsigned first = current / LANES * LANES;
-  Meeting& meeting = running->warps[current / LANES].meetings[__builtin_ctz(mask)];
-  if (meeting.arrived) {
-    const unsigned other = first + __builtin_ctz(meeting.arrived);
-    const Thread& peer = threads[other];
-    if (peer.line != line || peer.mask != mask || !same(peer.what, what)) {
-      report("lanes of a warp diverge: thread %u is at %s in line %d with mask 0x%08X, thread %u at %s in line %d with "
-             "mask 0x%08X", current, what, line, mask, other, peer.what, peer.line, peer.mask);
-      stop();
-    }
-  }
-  auto* slots = meeting.slots[meeting.count & 1];
-  if (!meeting.arrived && mask != ~0u) std::memset(slots, POISON, sizeof meeting.slots[0]);
-  std::memcpy(slots[lane()], &value, sizeof(T));
-  meeting.arrived |= bit;
-  self.what = what;
-  self.line = line;
-  self.mask = mask;
-  if (meeting.arrived == mask) {
-    finish(slots);
-    meeting.arrived = 0;
-    meeting.count++;
-    for (unsigned other = mask; other; other &= other - 1) {
-      const unsigned index = first + __builtin_ctz(other);
-      if (index < threads.size()) threads[index].state = State::READY;
-    }
-  } else {
-    self.state = State::AT_WARP;
-    leave();
-  }
-  return slots;
-}
-
-template <typename T>
-const Slot* exchange(unsigned mask, const T& value, const char* what, int line) {
-  return exchange(mask, value, what, line, [](Slot*) {});
-}
-
-template <typename T>
-T slot(const Slot* slots, unsigned lane) {
-  T value;
-  std::memcpy(&value, slots[lane], sizeof(T));
-  return value;
-}
-
-// __syncthreads, and the number of threads that voted yes.
-inline unsigned block_barrier(bool vote, const char* what, int line) {
-  const unsigned parity = running->meetings & 1;
-  running->votes[parity] += vote;
-  wait_at(State::AT_BLOCK, what, line);
-  return running->votes[parity];
-}
-
-// bar.sync: `threads` of the block, whole warps, at one of 15 barriers.
-inline void named_barrier(int id, int threads, int line) {
-  if (id < 1 || id >= (int)NAMED_BARRIERS || threads < (int)LANES || threads % LANES ||
-      threads > (int)running->threads.size()) {
-    report("thread %u: named_barrier in line %d of id %d and %d threads; ids are 1 to 15, threads whole warps of the "
-           "block's %zu", current, line, id, threads, running->threads.size());
-    stop();
-  }
-  NamedBarrier& barrier = running->named[id];
-  if (barrier.waiting.empty()) barrier.threads = threads;
-  if (barrier.threads != (unsigned)threads) {
-    const unsigned other = barrier.waiting[0];
-    report("barrier divergence: thread %u is at named_barrier %d in line %d with %d threads, thread %u in line %d with "
-           "%u", current, id, line, threads, other, running->threads[other].line, barrier.threads);
-    stop();
-  }
-  barrier.waiting.push_back(current);
-  if (barrier.waiting.size() < barrier.threads)
-    return wait_at(State::AT_NAMED_BARRIER, "named_barrier", line, &barrier);
-  unsigned lanes[LANES] = {};  // of each warp
-  for (const unsigned index : barrier.waiting) lanes[index / LANES]++;
-  for (unsigned warp = 0; warp < running->warps.size(); warp++) {
-    if (lanes[warp] == 0 || lanes[warp] == LANES) continue;
-    report("named_barrier %d in line %d: only %u lanes of warp %u take part", id, line, lanes[warp], warp);
-    stop();
-  }
-  barrier.waiting.pop_back();
-  make_ready(barrier.waiting);
-}
 
 }  // namespace emulate

@@ -1,6 +1,8 @@
 // The entry that the runner calls, behind a kernel's source. The kernel is named by EMULATE_ENTRY.
 #pragma once
 
+#include <cstdio>
+
 namespace {
 
 template <typename... Parameters, size_t... Places>

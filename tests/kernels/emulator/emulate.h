@@ -1,5 +1,5 @@
 // CUDA C++ as the kernels use it, for the host's compiler: a kernel's source compiled behind this header runs on the
-// CPU (grid.h). What is missing here is added here; instructions without a C form have branches for DSV4C_EMULATE in
+// CPU (grid.cc). What is missing here is added here; instructions without a C form have branches for DSV4C_EMULATE in
 // dsv4c/kernels/cuda/{mma,async}.cuh, those of Hopper functions in hopper_emulated.h.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "grid.h"
+#include "device.h"
 
 #define DSV4C_EMULATE 1
 
@@ -23,7 +23,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __grid_constant__
 #define __restrict__ __restrict
-// One block runs at a time, so that shared memory can be static; its section lets grid.h poison it, and put it aside
+// One block runs at a time, so that shared memory can be static; its section lets grid.cc poison it, and put it aside
 // while another block runs.
 #define __shared__ static __attribute__((section("dsv4c_shared")))
 
@@ -62,7 +62,7 @@ inline int __syncthreads_or(int vote, int line = __builtin_LINE()) {
   return emulate::block_barrier(vote != 0, "__syncthreads_or", line) != 0;
 }
 inline int __syncthreads_and(int vote, int line = __builtin_LINE()) {
-  return emulate::block_barrier(vote != 0, "__syncthreads_and", line) == emulate::running->threads.size();
+  return emulate::block_barrier(vote != 0, "__syncthreads_and", line) == emulate::block_size.x;
 }
 inline void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
   emulate::exchange(mask, 0, "__syncwarp", line);

@@ -1,8 +1,12 @@
-// Compiled once and linked to every kernel: it takes the compiler longer than most of them.
-#include "grid.h"
-
+// Runs a grid: one block after the other, each as far as it comes by itself. One that looks at a counter that another
+// block is to change stays alive, with its own shared memory, and goes on after the others have run; so blocks that
+// wait for one another all live at once, and the others never do.
 #include <setjmp.h>
 #include <signal.h>
+
+#include "counters.h"
+#include "shared_barriers.h"
+#include "warpgroup.h"
 
 namespace emulate {
 

@@ -49,7 +49,7 @@ inline void wait_for_launch_before() {}
 inline u64 product_operand(const void* shared, int k_stride, int n_stride, int line = __builtin_LINE()) {
   return emulate::product_operand(shared, k_stride, n_stride, line);
 }
-inline void product_begin() { emulate::self().products_begun = true; }
+inline void product_begin() { emulate::product_begin(); }
 // D [64, columns] (+)= A [64, k] B [k, columns], of 32 e4m3 or 16 f16 along k; the registers of D hold NaNs until the
 // threads have waited.
 inline void emulated_warpgroup_product(float* d, int columns, const u32 (&a)[4], u64 b, bool accumulate,
