@@ -17,7 +17,7 @@ from tests.benchmarks.experts.workers import Item, Job, run_job
 
 CHECK_TOKENS = (0, 1, 2, 3, 8, 17, 64, 128, 200, 1024, 4096)
 SKEW_TOKENS = (8, 64, 128, 1024)
-REPEAT_TOKENS = (1, 8, 64, 128, 1024)
+REPEAT_TOKENS = (1, 8, 32, 128, 256, 1024, 4096)
 TIME_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PEER_TOKENS = (1, 8, 64, 128, 1024, 4096)
 RESIDENT_TOKENS = (1, 8, 64)
