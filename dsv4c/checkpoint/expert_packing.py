@@ -4,7 +4,7 @@ FP4 blocks of zeros get another scale where theirs is out of the kernels' range.
 
 A record is the panels of w1 and w3, then the panels of w2. A panel is 64 rows by all columns, as tiles of 128 columns
 in their order: panel p of w1 and w3 has rows 32p.. of both, panel p of w2 rows 64p... A tile is four groups of 16 rows.
-Slots g and g + 8 of group r are rows 32p + 8r + g of w1 and of w3, or rows 64p + 16r + g and 64p + 16r + 8 + g of w2.
+Slots g and g + 8 of group r are rows 32p + 8r + g of w1 and of w3, or rows 64p + 16r + 2g and 64p + 16r + 2g + 1 of w2.
 Lane 4g + t of a warp owns columns 32q + 8t .. + 7 of both slots, for each block q of 32 columns:
 
     FP4 group (1,088 bytes)  words [q / 2][lane][q % 2][slot half], then scale bytes [g][slot half][q]
@@ -109,7 +109,7 @@ def _halves(words: Tensor) -> tuple[Tensor, Tensor]:
 def _lane_words(paired: bool, columns: int) -> tuple[Tensor, Tensor]:
     """The places in a panel of its 8-code words, [tile, group, q, g, t, half], and of the rows [group, g, half]."""
     group, g, half = torch.arange(4).view(4, 1, 1), torch.arange(8).view(1, 8, 1), torch.arange(2)
-    rows = 32 * half + 8 * group + g if paired else 16 * group + 8 * half + g
+    rows = 32 * half + 8 * group + g if paired else 16 * group + 2 * g + half
     of_row = torch.arange(columns // _CODES).view(-1, 1, 4, 1, 4, 1)
     return rows.view(1, 4, 1, 8, 1, 2) * (columns // _CODES) + of_row, rows
 

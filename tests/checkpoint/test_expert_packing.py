@@ -53,7 +53,7 @@ def _slot_row(paired: bool, panel: int, group: int, slot: int) -> tuple[int, int
     """(matrix of the panel, row in it) of a slot."""
     if paired:
         return slot // 8, 32 * panel + 8 * group + slot % 8
-    return 0, 64 * panel + 16 * group + slot
+    return 0, 64 * panel + 16 * group + 2 * (slot % 8) + slot // 8
 
 
 def _packed_word(codes: Tensor) -> int:

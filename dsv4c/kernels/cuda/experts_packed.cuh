@@ -2,8 +2,8 @@
 //
 // An expert's record is the panels of w13, then those of w2. A panel has 64 rows and all columns, as tiles of 128
 // columns one after the other; a tile has four row groups of 16 row slots. A panel of w13 holds 32 rows of the gate and
-// the same 32 of up: slot s < 8 of row group r is gate row 8r + s, slot s + 8 is up row 8r + s. Macros: FP8, HIDDEN,
-// INNER.
+// the same 32 of up: slot s < 8 of row group r is gate row 8r + s, slot s + 8 is up row 8r + s. Of w2, slots s and s + 8
+// are rows 16r + 2s and 16r + 2s + 1, so that a lane has neighbours. Macros: FP8, HIDDEN, INNER.
 #pragma once
 
 #include "dtype.cuh"

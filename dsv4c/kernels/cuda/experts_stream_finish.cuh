@@ -67,8 +67,8 @@ __device__ __forceinline__ void finish_parts(const Place& place, const PairNumbe
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (first_pair(eight, lane) + i >= place.count) continue;
-    float* const to = parts + (i64)pairs[place.first + first_pair(eight, lane) + i] * HIDDEN + row + lane / 4;
-    to[0] = sums[i], to[8] = sums[2 + i];
+    float* const to = parts + (i64)pairs[place.first + first_pair(eight, lane) + i] * HIDDEN + row + lane / 4 * 2;
+    *(float2*)to = {sums[i], sums[2 + i]};
   }
 }
 

@@ -23,7 +23,7 @@ struct ComputeUnit {
     if (first)
       finish_h<N>(shared, sums, unit, own, results);
     else if (!idle)
-      finish_parts<N>(sums, unit, own.panel * PANEL_ROWS + own.row_group * 16 + own.lane / 4, own.lane,
+      finish_parts<N>(sums, unit, own.panel * PANEL_ROWS + own.row_group * 16 + own.lane / 4 * 2, own.lane,
                       1 / H_TIMES, results.parts);
   }
 };

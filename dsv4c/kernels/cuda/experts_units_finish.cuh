@@ -96,7 +96,7 @@ __device__ __forceinline__ float scale_of(const u16 (&maxima)[ROW_GROUPS][TILE],
 }
 
 // A strip of the result's columns for each pair, which the sum over the choices of its row will take. `row` is the
-// strip's, the lane's first; `factor` remains of the inputs.
+// strip's, the first of the lane's two; `factor` remains of the inputs.
 template <int N>
 __device__ __forceinline__ void finish_parts(const Sums<N>& sums, const UnitBase& unit, int row, int lane, float factor,
                                              float* parts) {
@@ -106,9 +106,8 @@ __device__ __forceinline__ void finish_parts(const Sums<N>& sums, const UnitBase
   for (int i = 0; i < N / 4; i++) {
     const int pair = first_pair(lane, i / 2) + i % 2;
     if (pair >= unit.count) continue;
-    float* const to = column + (i64)unit.pairs[pair] * HIDDEN;
-#pragma unroll
-    for (int half = 0; half < 2; half++) to[half * 8] = sums.of[i / 2 * 4 + i % 2 + half * 2] * factors[half];
+    const float* const of_pair = sums.of + (i / 2 * 4 + i % 2);
+    *(float2*)(column + (i64)unit.pairs[pair] * HIDDEN) = {of_pair[0] * factors[0], of_pair[2] * factors[1]};
   }
 }
 

@@ -52,7 +52,8 @@ class Records:
         # [panel, row group, half, slot, column]
         w13, w2 = unpack(w13), unpack(w2)
         gate, up = (w13[:, :, half].reshape(shape.inner, shape.hidden) for half in range(2))
-        return gate, up, w2.reshape(shape.hidden, shape.inner)
+        # The halves of a slot of w2 are neighbouring rows.
+        return gate, up, w2.transpose(2, 3).reshape(shape.hidden, shape.inner)
 
 
 def random_records(shape: Shape, weights: str, stride: int, seed: int = 1, device: str = "cuda") -> Records:
