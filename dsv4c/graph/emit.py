@@ -13,6 +13,9 @@ from dsv4c.step_abi import LaunchFlag
 
 Target = Any  # an OpOverload or operator.getitem
 
+_RESULTS: dict[Any, Any] = {}  # fake ones, by operator and kind of operands
+_KINDS: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()  # of fake tensors
+
 
 def fake_result(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The fake result of calling `target` on nodes that carry `meta["val"]`."""
@@ -32,10 +35,6 @@ def shared_fake_result(target: Target, args: tuple[Any, ...], kwargs: dict[str, 
     if key not in _RESULTS:
         _RESULTS[key] = fake_result(target, args, kwargs)
     return _RESULTS[key]
-
-
-_RESULTS: dict[Any, Any] = {}
-_KINDS: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
 
 
 def _kind(value: Any) -> Any:

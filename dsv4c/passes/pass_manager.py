@@ -1,7 +1,4 @@
-"""Runs passes over one graph: behind each that changed it, it cleans up and verifies; behind each, it dumps.
-
-A failure names the pass.
-"""
+"""Runs passes over one graph: after each it cleans up, verifies and dumps. A failure names the pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +36,7 @@ def run_passes(gm: GraphModule, passes: Sequence[Pass], ctx: PassContext) -> Gra
             if result.modified:
                 gm.graph.eliminate_dead_code()
                 _drop_unused_placeholders(gm)
-                verify_graph(gm)
+            verify_graph(gm)
         except AssertionError as error:
             raise AssertionError(f"after pass {name}: {error}") from error
         _dump(gm, number, name, ctx)
